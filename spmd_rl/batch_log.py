@@ -1,0 +1,48 @@
+"""What was trained on, on disk before it is shipped: batches/step_<n>.safetensors and step_<n>.json.
+
+The JSON is for people and for `simulate --latency replay:`; the tensors are everything, readable without this package.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from spmd_rl import packing
+from spmd_rl.run_dir import write_whole
+from spmd_rl.types import Batch
+
+
+def write(folder: Path, batch: Batch) -> packing.Packed:
+    """Log a batch and return its packed form.  Blocks on the disk: call it from a worker thread."""
+    packed = packing.pack(batch.rollouts, batch.advantages)
+    path = folder / f"step_{batch.index}.safetensors"
+    aside = path.with_name(f".{path.name}.tmp")
+    packing.save(packed, aside)
+    aside.replace(path)
+    rollouts = [
+        {
+            "ticket": r.ticket,
+            "group_id": r.group_id,
+            "env": r.env,
+            "task_id": r.task_id,
+            "reward": r.reward,
+            "reward_parts": r.reward_parts,
+            "advantage": round(float(advantage), 6),
+            "tokens": len(r.token_ids),
+            "trainable": r.num_trainable,
+            "versions": r.version_runs(),
+            "admission_version": r.admission_version,
+            "finished_version": r.finished_version,
+            "finish_reason": r.finish_reason,
+            "generation_s": round(r.generation_s, 6),
+        }
+        for r, advantage in zip(batch.rollouts, batch.advantages, strict=True)
+    ]
+    write_whole(folder / f"step_{batch.index}.json", json.dumps({"index": batch.index, "rollouts": rollouts}, indent=1))
+    return packed
+
+
+def read(folder: Path, index: int) -> packing.Packed:
+    """The logged batch that version `index` was trained on."""
+    return packing.load(folder / f"step_{index}.safetensors")

@@ -1,0 +1,92 @@
+"""The command line: which command, which config.  Imports no torch, so that help and mistakes are answered at once."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from spmd_rl import config as config_module
+from spmd_rl.topology import check_world_size
+
+USAGE = """\
+usage: torchrun --nproc-per-node=N -m spmd_rl CONFIG.toml [section.key=value ...] [--resume[=auto|must|never]]
+       python -m spmd_rl check CONFIG.toml [section.key=value ...]
+       python -m spmd_rl simulate CONFIG.toml [section.key=value ...] [options]
+
+Asynchronous RL post-training: the ranks of one torchrun job split into inference and trainer ranks.
+
+  check     read the config, print it resolved with the staleness bound that it gives, and stop
+  simulate  drive the real gate, dispatcher and sinks on a virtual clock: ages, idle shares, throughput
+
+Settings, as section.key, with their defaults:
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(f"{self.prog}: {message}; see python -m spmd_rl --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command of `argv`; returns the exit code: 0, 2 for what the user wrote, 1 for a failed run."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE + config_module.describe())
+        return 0 if argv else 2
+    try:
+        command = COMMANDS.get(argv[0])
+        return command(argv[1:]) if command else _train(argv)
+    except ValueError as error:
+        return refuse(error)
+
+
+def refuse(error: ValueError) -> int:
+    """Say once per job what is wrong with what the user wrote."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _read(prog: str, argv: Sequence[str]) -> tuple[config_module.Config, str]:
+    """The config that the arguments name, with their overrides, and its name."""
+    parser = _Parser(prog=prog, add_help=False)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--resume", nargs="?", const="must", choices=("auto", "must", "never"))
+    options = parser.parse_intermixed_args(argv)
+    if options.config.suffix != ".toml":
+        close = difflib.get_close_matches(str(options.config), COMMANDS, n=1)
+        hint = f"did you mean the command {close[0]!r}?" if close else "a config is a .toml file"
+        raise ValueError(f"{options.config}: {hint}")
+    overrides = [*options.overrides, *([f"run.resume={options.resume}"] if options.resume else [])]
+    return config_module.load(options.config, overrides), options.config.stem
+
+
+def _train(argv: Sequence[str]) -> int:
+    config, name = _read("spmd_rl", argv)
+    check_world_size(os.environ, config.split)
+
+    from spmd_rl.train import train  # from here on torch is imported
+
+    return train(config, name)
+
+
+def _check(argv: Sequence[str]) -> int:
+    config, _ = _read("spmd_rl check", argv)
+    print(config_module.dump(config))
+    print(f"age bound: {config.age_bound}")
+    for line in config_module.warnings(config):
+        print(f"warning: {line}")
+    return 0
+
+
+def _simulate(argv: Sequence[str]) -> int:
+    from spmd_rl.simulate import main as simulate
+
+    return simulate(argv)
+
+
+COMMANDS = {"check": _check, "simulate": _simulate}

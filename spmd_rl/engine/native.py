@@ -1,0 +1,335 @@
+"""The engine in plain torch, on the same transformers modules that the trainer uses.
+
+Each step computes the next token of every running sequence and a bounded chunk of waiting prompts in one forward, then
+samples for all rows at once; requests join and leave between steps.  A prompt submitted several times under the same
+weights is computed once.  `load_weights` swaps pointers between two steps; running sequences go on, their keys and
+values recomputed under the new weights (or kept, by option), so a token's version is the one that sampled it.
+Promises: a request's tokens depend on its seed, prompt and the weights, on its neighbours only by float rounding, and
+with `deterministic` not at all.  Knows nothing of the orchestrator, environments or trainer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab, StepAttention
+from spmd_rl.engine.llama import LlamaBody
+from spmd_rl.engine.sampling import Uniforms, check, sample
+from spmd_rl.engine.weights import Weights
+from spmd_rl.model import Attend, Segments, head_weight, run_body, token_logprobs
+from spmd_rl.types import Completion, Sampling
+
+PREFIX_CACHE_TOKENS = 4096  # finished prompts are kept up to this many tokens, for members of a group that come later
+
+
+class NativeEngine:
+    """See `engine.protocol.Engine`.  Starts without weights: `load_weights` before the first step."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,  # from `model.build`; its parameters may be on the meta device
+        device: torch.device,
+        max_slots: int = 32,  # sequences computed at a time
+        max_seq_len: int = 4096,  # prompt and completion, in tokens
+        prefill_budget: int = 512,  # prompt tokens computed per step
+        kv_on_update: str = "recompute",  # "recompute" | "keep"
+        deterministic: bool = False,  # each sequence alone: bit-equal whatever else runs
+        functional: bool = True,  # the short path for architectures that have one
+    ) -> None:
+        if kv_on_update not in ("recompute", "keep"):
+            raise ValueError(f"kv_on_update = {kv_on_update!r} is neither 'recompute' nor 'keep'")
+        for name, value in (("max_slots", max_slots), ("max_seq_len", max_seq_len), ("prefill_budget", prefill_budget)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, is {value}")
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.version = -1
+        self.num_steps = 0
+        self.num_generated_tokens = 0
+        self.num_prefill_tokens = 0
+        self._model = model
+        self._device = device
+        self._vocab = config.vocab_size
+        self._max_slots = max_slots
+        self._max_seq_len = max_seq_len
+        self._prefill_budget = prefill_budget
+        self._recompute = kv_on_update == "recompute"
+        self._deterministic = deterministic
+        self._weights = Weights(model, device)
+        self._short = LlamaBody(model, max_seq_len, device) if functional and LlamaBody.fits(model) else None
+        dtype = next(model.parameters()).dtype
+        self._cache = Cache(shape=(config.num_hidden_layers, heads, dim), dtype=dtype, device=device)
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._running: dict[int, Sequence] = {}
+        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by prompt; all under the loaded weights
+        self._jobs: deque[Prefix] = deque()  # not yet complete, in order of service
+        self._ready: list[Prefix] = []  # complete in this step, or cached: what waits for them starts in this step
+        self._cancelled: list[int] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
+        check(sampling)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
+            raise ValueError(f"request {request_id}: a prompt is [T] ints, T > 0; got {ids.dtype} of shape {ids.shape}")
+        if ids.min() < 0 or ids.max() >= self._vocab:
+            raise ValueError(f"request {request_id}: ids {ids.min()} to {ids.max()} outside [0, {self._vocab})")
+        if len(ids) + sampling.max_tokens > self._max_seq_len:
+            raise ValueError(
+                f"request {request_id}: {len(ids)} prompt + {sampling.max_tokens} new tokens > "
+                f"max_seq_len {self._max_seq_len}"
+            )
+        if request_id in self._waiting or request_id in self._running:
+            raise ValueError(f"request {request_id} is already in the engine")
+        self._waiting[request_id] = Sequence(
+            request_id=request_id,
+            sampling=sampling,
+            tokens=ids.tolist(),
+            num_prompt=len(ids),
+            uniforms=Uniforms(sampling.seed),
+        )
+
+    def cancel(self, request_id: int) -> None:
+        if request_id in self._waiting or request_id in self._running:
+            self._cancelled.append(request_id)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        ended = self._end_cancelled()
+        self._admit()
+        if not self._running:
+            return ended
+        if self.version < 0:
+            raise RuntimeError("step() before load_weights()")
+        for slab in self._cache.slabs():
+            for sequence in list(slab.sequences):
+                self._cache.make_room(sequence)
+        decoding = [s for slab in self._cache.slabs() for s in slab.sequences]
+        chunks = self._next_chunks()
+        hidden = self._forward(self._cache.slabs(), chunks)  # [len(decoding), d]
+        ended += self._sample(decoding, hidden)
+        self.num_steps += 1
+        if chunks:
+            self._trim_prefixes()
+        return ended
+
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self._weights.load(tensors)
+        if self._short is not None:
+            self._short.bind()
+        self.version = version
+        self._prefixes.clear()
+        self._jobs.clear()
+        unstarted = [s for s in self._running.values() if not s.logprobs]
+        if self._recompute:
+            self._recompute_all([s for s in self._running.values() if s.logprobs])
+        for sequence in unstarted:
+            self._queue_prompt(sequence)
+
+    @torch.inference_mode()
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        if not 0 < len(token_ids) <= self._max_seq_len:
+            raise ValueError(f"score of {len(token_ids)} tokens, max_seq_len is {self._max_seq_len}")
+        ids = torch.as_tensor(np.asarray(token_ids, np.int64), device=self._device)
+        hidden = self._body(ids, torch.arange(len(ids), device=self._device), Segments([0, len(ids)]))
+        logprobs, _ = token_logprobs(hidden[:-1], head_weight(self._model), ids[1:])
+        return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+        self._prefixes.clear()
+        self._jobs.clear()
+        del self._cache, self._weights, self._model, self._short
+
+    # requests
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_slots:
+            request_id, sequence = self._waiting.popitem(last=False)
+            self._running[request_id] = sequence
+            self._queue_prompt(sequence)
+
+    def _queue_prompt(self, sequence: Sequence) -> None:
+        prefix = self._prompt_prefix(sequence.tokens[: sequence.num_prompt])
+        if prefix.last_hidden is not None and not prefix.waiting:
+            self._ready.append(prefix)
+        prefix.waiting.append(sequence)
+
+    def _prompt_prefix(self, prompt: list[int]) -> Prefix:
+        key = np.asarray(prompt, np.int32).tobytes()
+        if key not in self._prefixes:
+            self._prefixes[key] = self._cache.new_prefix(prompt)
+            self._jobs.append(self._prefixes[key])
+        self._prefixes.move_to_end(key)
+        return self._prefixes[key]
+
+    @torch.inference_mode()
+    def _recompute_all(self, started: list[Sequence]) -> None:
+        """Queue the tokens so far of every started sequence; what a group shares is computed once."""
+        prompts = Counter(tuple(s.tokens[: s.num_prompt]) for s in started)
+        self._cache.clear()
+        for sequence in started:
+            job = self._cache.new_prefix(list(sequence.tokens))
+            job.waiting.append(sequence)
+            prompt = tuple(sequence.tokens[: sequence.num_prompt])
+            if prompts[prompt] > 1 and not self._deterministic:
+                job.base = self._prompt_prefix(list(prompt))
+            self._jobs.append(job)
+
+    def _end_cancelled(self) -> list[tuple[int, Completion]]:
+        ended = []
+        for request_id in self._cancelled:
+            sequence = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
+            if sequence is None:  # cancelled twice
+                continue
+            self._cache.remove(sequence)
+            for job in self._jobs:
+                if sequence in job.waiting:
+                    job.waiting.remove(sequence)
+            ended.append((request_id, _completion(sequence, "cancelled")))
+        if ended:
+            needed = {id(job) for job in self._jobs if job.waiting}
+            needed |= {id(job.base) for job in self._jobs if job.waiting and job.base is not None}
+            self._jobs = deque(job for job in self._jobs if id(job) in needed)
+            for key in [k for k, p in self._prefixes.items() if p.last_hidden is None and id(p) not in needed]:
+                del self._prefixes[key]
+        self._cancelled.clear()
+        return ended
+
+    def _trim_prefixes(self) -> None:
+        held = sum(len(p.tokens) for p in self._prefixes.values())
+        for key, prefix in list(self._prefixes.items()):
+            if held <= PREFIX_CACHE_TOKENS:
+                break
+            if prefix.last_hidden is not None:
+                held -= len(prefix.tokens)
+                del self._prefixes[key]
+
+    # one step
+
+    def _next_chunks(self) -> list[tuple[Prefix, int, int]]:
+        """At most `prefill_budget` tokens in all; deterministic: cut at the same places whatever else runs."""
+        chunks, budget = [], self._prefill_budget
+        for job in self._jobs:
+            if job.base is not None:
+                if job.base.last_hidden is None:
+                    continue
+                job.num_done = min(len(job.base.tokens), len(job.tokens) - 1)
+                job.kv[:, :, : job.num_done] = job.base.kv[:, :, : job.num_done]
+                job.base = None
+            left = len(job.tokens) - job.num_done
+            if self._deterministic and min(left, self._prefill_budget) > budget:
+                break
+            num = min(left, budget)
+            chunks.append((job, job.num_done, job.num_done + num))
+            budget -= num
+            if budget == 0:
+                break
+        return chunks
+
+    def _forward(self, slabs: list[Slab], chunks: list[tuple[Prefix, int, int]]) -> Tensor:
+        """Hidden states of the decoding rows, slab by slab; the chunks become part of their prefixes."""
+        if not self._deterministic:
+            return self._forward_together([(s, 0, len(s.sequences)) for s in slabs], chunks)
+        alone = [(slab, row, 1) for slab in slabs for row in range(len(slab.sequences))]
+        rows = [self._forward_together([row], []) for row in alone]
+        for chunk in chunks:
+            self._forward_together([], [chunk])
+        return torch.cat(rows) if rows else self._head.new_empty(0, self._head.shape[1])
+
+    def _forward_together(self, rows: list[tuple[Slab, int, int]], chunks: list[tuple[Prefix, int, int]]) -> Tensor:
+        attention = StepAttention(rows, chunks, self._device)
+        if not attention.token_ids:
+            return self._head.new_empty(0, self._head.shape[1])
+        ids = torch.tensor(attention.token_ids, device=self._device)
+        hidden = self._body(ids, torch.tensor(attention.positions, device=self._device), attention)
+        row = num_decoding = sum(num for _, _, num in rows)
+        for prefix, begin, end in chunks:
+            row += end - begin
+            prefix.num_done = end
+            self.num_prefill_tokens += end - begin
+            if end == len(prefix.tokens):
+                prefix.last_hidden = hidden[row - 1].clone()
+                self._jobs.remove(prefix)
+                if prefix.waiting:  # the shared part of recomputed sequences has none
+                    self._ready.append(prefix)
+        return hidden[:num_decoding]
+
+    def _sample(self, decoding: list[Sequence], hidden: Tensor) -> list[tuple[int, Completion]]:
+        """One token for every decoding sequence and for every sequence that starts from a complete prefix."""
+        ready, self._ready = self._ready, []
+        sequences = decoding + [s for p in ready for s in p.waiting]
+        if not sequences:
+            return []
+        states = torch.cat([hidden, *(p.last_hidden[None] for p in ready)])
+        source = list(range(len(decoding))) + [len(decoding) + i for i, p in enumerate(ready) for _ in p.waiting]
+        if self._deterministic:
+            logits = torch.cat([F.linear(state[None], self._head) for state in states])
+        else:
+            logits = F.linear(states, self._head)
+        if len(source) > len(states):
+            logits = logits[torch.tensor(source, device=self._device)]
+        samplings = [s.sampling for s in sequences]
+        uniforms = [s.uniforms.next() if s.sampling.temperature > 0 else 0.0 for s in sequences]
+        if self._deterministic:
+            pairs = [sample(logits[i : i + 1], samplings[i : i + 1], uniforms[i : i + 1]) for i in range(len(logits))]
+            tokens, logprobs = (torch.cat(x) for x in zip(*pairs, strict=True))
+        else:
+            tokens, logprobs = sample(logits, samplings, uniforms)
+        self.num_generated_tokens += len(sequences)
+        origin = [None] * len(decoding) + [p for p in ready for _ in p.waiting]
+        for prefix in ready:
+            prefix.waiting = []
+        ended = []
+        for sequence, prefix, token, logprob in zip(sequences, origin, tokens.tolist(), logprobs.tolist(), strict=True):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self.version)
+            reason = _reason(sequence)
+            if reason:
+                self._cache.remove(sequence)
+                del self._running[sequence.request_id]
+                ended.append((sequence.request_id, _completion(sequence, reason)))
+            elif prefix is not None:
+                self._cache.start(sequence, prefix)
+        return ended
+
+    def _body(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        if self._short is not None:
+            return self._short(ids, positions, attend)
+        return run_body(self._model, ids, positions, attend)
+
+    @property
+    def _head(self) -> Tensor:
+        return head_weight(self._model)
+
+
+def _reason(sequence: Sequence) -> str:
+    if sequence.tokens[-1] in sequence.sampling.stop_ids:
+        return "stop"
+    return "length" if len(sequence.logprobs) == sequence.sampling.max_tokens else ""
+
+
+def _completion(sequence: Sequence, reason: str) -> Completion:
+    return Completion(
+        token_ids=np.array(sequence.tokens[sequence.num_prompt :], np.int32),
+        logprobs=np.array(sequence.logprobs, np.float32),
+        versions=np.array(sequence.versions, np.int32),
+        finish_reason=reason,
+    )

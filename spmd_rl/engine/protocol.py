@@ -1,0 +1,43 @@
+"""The one seam to whatever samples tokens.  An engine knows nothing of the orchestrator, environments or trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from spmd_rl.types import Completion, Sampling
+
+
+class Engine(Protocol):
+    """Driven by one thread, which calls `step` while there is work; nothing here blocks for longer than a step."""
+
+    version: int  # of the loaded weights, -1 before the first load
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests submitted and not yet in a slot."""
+
+    def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
+        """Queue a prompt ([T] token ids); ValueError, naming the numbers, for one that cannot be served."""
+
+    def cancel(self, request_id: int) -> None:
+        """End a request: the next step returns it as "cancelled" with its tokens so far.  Ended ones are ignored."""
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """One engine step; the requests that ended in it."""
+
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Between two steps: go on under these weights, by name as in `named_parameters`; the engine keeps them."""
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """[T] float32 log-prob of each token given those before it, temperature 1; [0] = 0."""
+
+    def close(self) -> None:
+        """Free the device memory; nothing may be called afterwards."""

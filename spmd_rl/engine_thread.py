@@ -1,0 +1,240 @@
+"""One thread owns the engine: it steps while sequences run, swaps weights between two steps, and else sleeps.
+
+Callers are coroutines of one asyncio loop; they are answered through `loop.call_soon_threadsafe`, so that an engine
+step of half a second delays nothing on the loop.  What running sequences do when new weights are there is chosen here
+(`on_update`): continue at once, hold (finish on the old weights first, start nothing), restart (from their prompts).
+Knows nothing of groups, tickets, rewards or how weights travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from spmd_rl.types import Cancelled, Completion, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+    from spmd_rl.engine.protocol import Engine
+
+T = TypeVar("T")
+
+
+@dataclass
+class EngineStats:
+    """Cumulative, written by the engine thread only."""
+
+    busy_s: float = 0.0  # in steps and in swaps
+    pause_s: float = 0.0  # in swaps alone
+    steps: int = 0
+    tokens: int = 0  # of completions handed back, wasted ones included
+    wasted_tokens: int = 0  # of sequences that were restarted
+    swaps: int = 0
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: np.ndarray
+    sampling: Sampling
+    future: asyncio.Future[tuple[Completion, int]]
+    wasted_tokens: int = 0
+    cancelled: bool = False  # by its caller
+
+
+@dataclass
+class _Swap:
+    tensors: Mapping[str, torch.Tensor]
+    version: int
+    loaded: Callable[[float], None]
+    cancelled: set[int] = field(default_factory=set)
+
+
+class EngineThread:
+    """Requests in, completions out, for one engine."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        failed: Callable[[BaseException], None],  # called on the engine thread; the thread ends
+        on_update: str = "continue",
+        progress: Callable[[str], None] = lambda doing: None,  # what the thread is about to do, for liveness
+    ) -> None:
+        self.stats = EngineStats()
+        self.engine, self._loop, self._failed, self._progress = engine, loop, failed, progress
+        self._on_update = on_update
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[int, _Request] = {}
+        self._held: deque[tuple[int, _Request]] = deque()
+        self._swap: _Swap | None = None
+        self._next_id = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token is sampled from."""
+        return self.engine.version
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def generate(self, prompt: np.ndarray, sampling: Sampling) -> tuple[Completion, int]:
+        """The completion, and the tokens of attempts that were thrown away.
+
+        Waits for the engine thread, which answers when the sequence ends.  Cancelling frees its slot and raises
+        `Cancelled` after the step that the engine is in.
+        """
+        request = _Request(prompt, sampling, self._loop.create_future())
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        self._commands.put(lambda: self._submit(request_id, request))
+        try:
+            return await asyncio.shield(request.future)
+        except asyncio.CancelledError:
+            self._commands.put(lambda: self._cancel(request_id))
+            completion, wasted_tokens = await request.future
+            raise Cancelled(len(completion.token_ids) + wasted_tokens) from None
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run a function of the engine between two steps.  Waits for the engine thread."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def command() -> None:
+            try:
+                result = function(self.engine)
+            except ValueError as error:  # the caller's mistake, not the engine's
+                self._answer(future, error)
+            else:
+                self._answer(future, result)
+
+        self._commands.put(command)
+        return await future
+
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int, loaded: Callable[[float], None]) -> None:
+        """Swap weights between two steps; `loaded(pause_s)` is called on the engine thread afterwards."""
+
+        def command() -> None:
+            if self._swap is not None:
+                raise RuntimeError(f"weights {version} arrived before {self._swap.version} were swapped in")
+            self._swap = _Swap(tensors, version, loaded)
+
+        self._commands.put(command)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread after the step that it is in."""
+
+        def command() -> None:
+            self._closed = True
+
+        self._commands.put(command)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._take_commands()
+                self._swap_when_due()
+                self._step()
+            self.engine.close()
+        except BaseException as error:
+            self._failed(error)
+
+    def _take_commands(self) -> None:
+        idle = not self._running and self._swap is None
+        if idle:
+            self._progress("waiting for requests")
+        while idle or not self._commands.empty():
+            self._commands.get()()
+            idle = False
+
+    def _swap_when_due(self) -> None:
+        swap = self._swap
+        if swap is None or (self._on_update == "hold" and self._running):
+            return
+        if self._on_update == "restart" and self._running.keys() - swap.cancelled:
+            for request_id in self._running.keys() - swap.cancelled:
+                self.engine.cancel(request_id)
+            swap.cancelled = set(self._running)
+            return  # the next step hands them back
+        if swap.cancelled and self._running:
+            return
+        start = time.perf_counter()
+        self._progress(f"loading weights {swap.version}")
+        self.engine.load_weights(swap.tensors, swap.version)
+        pause_s = time.perf_counter() - start
+        self.stats.busy_s += pause_s
+        self.stats.pause_s += pause_s
+        self.stats.swaps += 1
+        self._swap = None
+        swap.loaded(pause_s)
+        while self._held:
+            self._submit(*self._held.popleft())
+
+    def _step(self) -> None:
+        if not self._running:
+            return
+        self._progress("generating")
+        start = time.perf_counter()
+        finished = self.engine.step()
+        self.stats.busy_s += time.perf_counter() - start
+        self.stats.steps += 1
+        for request_id, completion in finished:
+            self._finish(request_id, self._running.pop(request_id), completion)
+
+    def _submit(self, request_id: int, request: _Request) -> None:
+        if self._swap is not None and self._on_update != "continue":
+            self._held.append((request_id, request))
+            return
+        try:
+            self.engine.submit(request_id, request.prompt, request.sampling)
+        except ValueError as error:  # the prompt does not fit: the episode's failure, not the engine's
+            self._answer(request.future, error)
+            return
+        self._running[request_id] = request
+
+    def _cancel(self, request_id: int) -> None:
+        if request_id in self._running:
+            self._running[request_id].cancelled = True
+            self.engine.cancel(request_id)
+        for held in [held for held in self._held if held[0] == request_id]:
+            self._held.remove(held)
+            self._answer(held[1].future, (_nothing(), held[1].wasted_tokens))
+
+    def _finish(self, request_id: int, request: _Request, completion: Completion) -> None:
+        self.stats.tokens += len(completion.token_ids)
+        if completion.finish_reason == "cancelled" and not request.cancelled:  # to be restarted
+            self.stats.wasted_tokens += len(completion.token_ids)
+            request.wasted_tokens += len(completion.token_ids)
+            self._held.append((request_id, request))
+            return
+        self._answer(request.future, (completion, request.wasted_tokens))
+
+    def _answer(self, future: asyncio.Future, result: object) -> None:
+        def answer() -> None:
+            if future.done():  # the caller is gone
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self._loop.call_soon_threadsafe(answer)
+
+
+def _nothing() -> Completion:
+    none = np.empty(0, np.int32)
+    return Completion(token_ids=none, logprobs=np.empty(0, np.float32), versions=none, finish_reason="cancelled")

@@ -1,0 +1,72 @@
+"""The seam between the system and what people train: an environment makes tasks and plays one of them.
+
+All that an environment sees of the system is a tokenizer and `generate`.  Sampled ids go into the rollout as they
+came, by `take_turn`, and are never decoded and encoded again on their way to the loss.  Tickets, versions, groups and
+the environment's own name are filled in by whoever calls `rollout`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.types import Completion, Rollout, Task
+
+
+class Generate(Protocol):
+    """Samples from the live policy, with the run's sampling settings; each call of an episode is one turn."""
+
+    async def __call__(
+        self,
+        token_ids: np.ndarray,  # [N] int32, the whole episode so far
+        max_tokens: int | None = None,  # fewer new tokens than the run allows
+    ) -> Completion: ...
+
+
+class Environment(Protocol):
+    """Built as `cls(tokenizer=…, **args)`, the args being those of its table in the config."""
+
+    def tasks(self, seed: int, split: str) -> Iterator[Task]:
+        """The tasks of a split ("train" | "eval"), in an order that the seed alone decides; endless or not."""
+        ...
+
+    async def rollout(self, task: Task, generate: Generate) -> Rollout:
+        """One episode with its reward; an exception means that this sample has none."""
+        ...
+
+
+async def take_turn(rollout: Rollout, generate: Generate, max_tokens: int | None = None) -> Completion:
+    """The model's next turn: what it samples after the rollout's tokens is added to them."""
+    completion = await generate(rollout.token_ids, max_tokens)
+    rollout.append(completion.token_ids, completion.logprobs, completion.versions)
+    rollout.num_turns += 1
+    rollout.finish_reason = completion.finish_reason
+    return completion
+
+
+def drawn(seed: int, split: str, draw: Callable[[random.Random], Task]) -> Iterator[Task]:
+    """An endless stream of tasks, each drawn from a generator that seed and split begin."""
+    rng = random.Random(f"{split} {seed}")
+    while True:
+        yield draw(rng)
+
+
+def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Environment:
+    """The environment at an import path "package.module:Name"; ValueError says what of it is wrong."""
+    try:
+        cls = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"environment {path}: {error}") from error
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(tokenizer=tokenizer, **args)
+    except TypeError as error:
+        known = [name for name in signature.parameters if name != "tokenizer"]
+        raise ValueError(f"environment {path}: {error}; its settings: {', '.join(known) or 'none'}") from error
+    return cls(tokenizer=tokenizer, **args)

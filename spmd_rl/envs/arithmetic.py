@@ -1,0 +1,57 @@
+"""Sums and products of two numbers, drawn at random.
+
+A chat model answers in sentences, so the last number of the reply is judged; demanding that the whole reply be the
+number gives small models no reward to begin with.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Iterator, Mapping
+
+from spmd_rl.envs import drawn
+from spmd_rl.envs.single_turn import SingleTurn
+from spmd_rl.rewards import last_number_equals
+from spmd_rl.tokenizer import Messages, Tokenizer
+from spmd_rl.types import Task
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+class Arithmetic:
+    """The prompt "What is 3 + 8?" wants a reply that ends with 11."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        operation: str = "+",  # "+" | "-" | "*"
+        digits: int = 1,  # of both numbers
+        system: str = "Reply with only the number.",
+    ) -> None:
+        if operation not in OPERATIONS:
+            raise ValueError(f"arithmetic: operation = {operation!r}: must be one of {' '.join(OPERATIONS)}")
+        if digits < 1:
+            raise ValueError(f"arithmetic: digits = {digits}: must be at least 1")
+        self._operation = operation
+        self._range = range(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
+        self._system = system
+        self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout
+
+    def tasks(self, seed: int, split: str) -> Iterator[Task]:
+        return drawn(seed, split, self._draw)
+
+    def prompt(self, data: Mapping[str, object]) -> Messages:
+        return [
+            {"role": "system", "content": self._system},
+            {"role": "user", "content": f"What is {data['question']}?"},
+        ]
+
+    def reward(self, data: Mapping[str, object], reply: str) -> float:
+        return last_number_equals(reply, data["answer"])
+
+    def _draw(self, rng: random.Random) -> Task:
+        a, b = rng.choice(self._range), rng.choice(self._range)
+        question = f"{a} {self._operation} {b}"
+        return Task(env="", task_id=question, data={"question": question, "answer": OPERATIONS[self._operation](a, b)})

@@ -1,0 +1,116 @@
+"""Runs the episodes of admitted groups on the event loop of an inference rank.
+
+Given environments and a `generate`; promises one finished rollout for each member, with everything that the rest of the
+system wants to know about it.  An episode that raises is tried again, then counted failed.  Knows nothing of ranks,
+transport, sinks or weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spmd_rl.types import NO_VERSION, Cancelled, Completion, GroupWork, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from spmd_rl.envs import Environment
+
+
+class Episodes:
+    """Start groups with `start`; each member's rollout comes back through `finished`, in any order."""
+
+    def __init__(
+        self,
+        *,
+        envs: Mapping[str, Environment],
+        generate: Callable[[np.ndarray, Sampling], Awaitable[tuple[Completion, int]]],
+        engine_version: Callable[[], int],
+        sampling: Mapping[str, Sampling],  # by purpose
+        seed: int,
+        max_retries: int,
+        finished: Callable[[Rollout], None],
+    ) -> None:
+        self._envs, self._generate, self._engine_version = envs, generate, engine_version
+        self._sampling, self._seed, self._max_retries, self._finished = sampling, seed, max_retries, finished
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}  # by purpose and ticket
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: GroupWork) -> None:
+        """Start all members.  RuntimeError when the engine's weights are older than the group's admission."""
+        if self._engine_version() < work.version:
+            raise RuntimeError(
+                f"group {work.group_id} was admitted at version {work.version}, "
+                f"the engine still holds {self._engine_version()}"
+            )
+        for sample, ticket in enumerate(work.tickets):
+            key = (work.purpose, ticket)
+            self._tasks[key] = asyncio.create_task(self._run(work, sample, ticket))
+
+    def cancel(self, tickets: range, purpose: str = "train") -> None:
+        """Abort members that still run; they come back failed, with the error "cancelled"."""
+        for ticket in tickets:
+            if task := self._tasks.get((purpose, ticket)):
+                task.cancel()
+
+    async def _run(self, work: GroupWork, sample: int, ticket: int) -> None:
+        start = time.monotonic()
+        sampled = 0  # tokens of all attempts
+        for attempt in range(self._max_retries + 1):
+            spent: list[int] = []
+            try:
+                rollout = await self._attempt(work, sample, ticket, attempt, spent)
+            except asyncio.CancelledError:
+                rollout = _failed("cancelled")
+            except Exception as error:  # the environment is the user's code: its failure is counted, not fatal
+                rollout = _failed(f"{type(error).__name__}: {error}")
+            sampled += sum(spent)
+            if not rollout.failed or rollout.error == "cancelled":
+                break
+        rollout.num_wasted_tokens = sampled - int((rollout.versions != NO_VERSION).sum())
+        rollout.env, rollout.task_id = work.task.env, work.task.task_id
+        rollout.group_id, rollout.sample, rollout.ticket, rollout.purpose = work.group_id, sample, ticket, work.purpose
+        rollout.admission_version = work.version
+        rollout.generation_s = time.monotonic() - start
+        del self._tasks[work.purpose, ticket]
+        self._finished(rollout)
+
+    async def _attempt(self, work: GroupWork, sample: int, ticket: int, attempt: int, spent: list[int]) -> Rollout:
+        turn = 0
+
+        async def generate(token_ids: np.ndarray, max_tokens: int | None = None) -> Completion:
+            nonlocal turn
+            sampling = self._sampling[work.purpose]
+            seed = seed_of(self._seed, work.purpose, ticket, sample, attempt, turn)
+            sampling = replace(sampling, seed=seed, max_tokens=max_tokens or sampling.max_tokens)
+            turn += 1
+            try:
+                completion, wasted = await self._generate(np.asarray(token_ids, np.int32), sampling)
+            except Cancelled as cancelled:
+                spent.append(cancelled.tokens)
+                raise
+            spent.append(len(completion.token_ids) + wasted)
+            return completion
+
+        rollout = await self._envs[work.task.env].rollout(work.task, generate)
+        if not np.isfinite(rollout.reward):
+            raise ValueError(f"reward {rollout.reward}")
+        rollout.num_turns = turn
+        return rollout
+
+
+def _failed(error: str) -> Rollout:
+    return Rollout(env="", task_id="", finish_reason="error", error=error)
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from anything that prints, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,23 @@
+"""A folder that is complete or absent."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `folder`, which takes its place when the block ends well and is removed if not."""
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    aside.chmod(0o755)  # mkdtemp's are for their owner only
+    try:
+        yield aside
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,162 @@
+"""The inference rank's life: work in, whole episodes next to the engine, rollouts out.
+
+The main thread runs one event loop with the episodes; the engine, the weights and every peer have threads of their own.
+What comes and goes are messages, on rank 0 too, where orchestrator and engine share the process: one path for all.
+Knows nothing of gates, batches or what its rollouts are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from spmd_rl import envs, packing
+from spmd_rl.config import Config
+from spmd_rl.engine.native import NativeEngine
+from spmd_rl.engine_thread import EngineThread
+from spmd_rl.episodes import Episodes
+from spmd_rl.liveness import Liveness
+from spmd_rl.model import build, engine_dtype
+from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.types import GroupWork, Rollout, Sampling, Task
+from spmd_rl.weight_layout import manifest
+from spmd_rl.weight_sync import WeightReceiver
+from spmd_rl.world import World
+
+Send = Callable[[Message], None]
+
+
+class InferenceRank:
+    """One engine and its episodes: `handle` takes messages, `send` gives them.  Belongs to one event loop."""
+
+    def __init__(self, *, world: World, config: Config, live: Liveness, send: Send) -> None:
+        self._send, self._live = send, live
+        self._loop = asyncio.get_running_loop()
+        self._probe_every, self._probe = config.run.probe_every, []
+        self._jobs: set[asyncio.Task[None]] = set()
+        self.stopped = asyncio.Event()
+        dtype = engine_dtype(config.model.dtype, world.device)
+        model = build(config.model.path, device=world.device, dtype=dtype, weights=False)
+        specs = manifest(model, dtype=dtype)
+        self._engine = EngineThread(
+            engine=NativeEngine(
+                model=model,
+                device=world.device,
+                max_slots=config.inference.max_slots,
+                max_seq_len=config.inference.max_seq_len,
+                kv_on_update=config.inference.kv_on_update,
+                deterministic=config.inference.deterministic,
+            ),
+            loop=self._loop,
+            failed=live.failed,
+            on_update=config.staleness.on_update,
+            progress=lambda doing: live.progress(doing, thread="engine"),
+        )
+        tokenizer = Tokenizer(config.model.path)
+        rollout = config.rollout
+        self._episodes = Episodes(
+            envs={name: envs.load(e.path, tokenizer=tokenizer, args=e.args) for name, e in config.env.items()},
+            generate=self._engine.generate,
+            engine_version=lambda: self._engine.version,
+            sampling={
+                "train": Sampling(
+                    max_tokens=rollout.max_tokens,
+                    temperature=rollout.temperature,
+                    top_p=rollout.top_p,
+                    top_k=rollout.top_k,
+                    stop_ids=tokenizer.stop_ids,
+                ),
+                "eval": Sampling(
+                    max_tokens=rollout.max_tokens, temperature=config.eval.temperature, stop_ids=tokenizer.stop_ids
+                ),
+            },
+            seed=config.run.seed,
+            max_retries=rollout.max_retries,
+            finished=self._finished,
+        )
+        self._engine.start()
+        self._receiver = WeightReceiver(
+            specs=specs,
+            meta_groups=world.wts_meta,
+            payload_groups=world.wts,
+            device=world.device,
+            deliver=self._weights_arrived,
+            failed=live.failed,
+        )
+
+    def handle(self, message: Message) -> None:
+        """What rank 0 asks for."""
+        match message.kind:
+            case Kind.WORK:
+                self._episodes.start(work_from(message))
+            case Kind.CANCEL:
+                self._episodes.cancel(range(*message.words["tickets"]), message.words["purpose"])
+            case Kind.PROBE:
+                cu_seqlens = message.arrays["cu_seqlens"]
+                self._probe = np.split(message.arrays["token_ids"], cu_seqlens[1:-1])
+            case Kind.STATS:
+                stats = self._engine.stats
+                words = {"busy_s": stats.busy_s, "pause_s": stats.pause_s, "steps": stats.steps, "tokens": stats.tokens}
+                words |= {"running": self._engine.num_running, "waiting": len(self._episodes), "swaps": stats.swaps}
+                self._send(Message(Kind.STATS, {"number": message.words["number"], "stats": words}))
+            case Kind.STOP:
+                self.stopped.set()
+
+    def close(self, timeout_s: float) -> None:
+        """After STOP and the senders' end."""
+        self._engine.close(timeout_s)
+        self._receiver.join(timeout_s=timeout_s)
+
+    def _finished(self, rollout: Rollout) -> None:
+        packed = packing.pack([rollout])
+        self._send(Message(Kind.ROLLOUT, {"words": packed.words}, packed.arrays()))
+
+    def _weights_arrived(self, version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:
+        """On the receiver's thread: have the engine swap between two steps, then acknowledge and score the probe."""
+        report = self._receiver.report
+
+        def swapped(pause_s: float) -> None:  # on the engine's thread
+            self._receiver.release(version)
+            words = {"version": version, "checksums": checksums, "receive_s": report.receive_s, "pause_s": pause_s}
+            self._loop.call_soon_threadsafe(self._send, Message(Kind.LOADED, words))
+            if self._probe and version % self._probe_every == 0:
+                logprobs = np.concatenate([self._engine.engine.score(sequence) for sequence in self._probe])
+                message = Message(Kind.PROBED, {"version": version}, {"logprobs": logprobs})
+                self._loop.call_soon_threadsafe(self._send, message)
+
+        self._engine.load(tensors, version, swapped)
+
+
+async def run_inference(world: World, config: Config, live: Liveness) -> None:
+    """An inference rank other than 0, until rank 0 says stop."""
+    loop = asyncio.get_running_loop()
+    outbox = Outbox(peer=0, group=world.ctl, failed=live.lost, depth=1 << 16)
+    rank = InferenceRank(world=world, config=config, live=live, send=outbox.put)
+    inbox = Inbox(
+        peer=0,
+        group=world.ctl,
+        deliver=lambda message: loop.call_soon_threadsafe(rank.handle, message),
+        failed=live.lost,
+    )
+    live.progress("waiting for work")
+    await rank.stopped.wait()
+    live.progress("ending")
+    rank.close(config.run.shutdown_s)
+    outbox.put(Message(Kind.STOP))
+    outbox.close(timeout_s=config.run.shutdown_s)
+    inbox.join(timeout_s=config.run.shutdown_s)
+
+
+def work_message(work: GroupWork) -> Message:
+    """For `work_from` on the engine's rank."""
+    task = {"env": work.task.env, "task_id": work.task.task_id, "data": dict(work.task.data)}
+    words = {name: getattr(work, name) for name in ("group_id", "first_ticket", "size", "version", "purpose")}
+    return Message(Kind.WORK, {**words, "task": task})
+
+
+def work_from(message: Message) -> GroupWork:
+    return GroupWork(**{**message.words, "task": Task(**message.words["task"])})

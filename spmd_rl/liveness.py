@@ -1,0 +1,268 @@
+"""Who is alive, who moves, and what failed first: every rank's watch over the whole job.
+
+Each rank has a thread with a store client of its own.  Twice a second it writes what the rank is doing and since when,
+and looks for the first failure; two ranks (the first and the last) also judge everybody.  Hence:
+
+- `report`: the first error of the job wins; every rank gets it through `on_failure`, also while its main thread is
+  stuck in a collective or a native call.
+- A rank that gives no sign of life (stopped, dead, holding the interpreter lock) for `heartbeat_timeout_s`, one that
+  works at the same thing for `stall_timeout_s`, or a job in which everybody waits that long, is a failure that says
+  who, what it was doing or waiting for, and for how long.
+- Losing the store is a failure too: its host is gone or cannot be reached.
+
+`on_failure` runs in that thread and should end the process; if it has not after `grace_s`, `end` does.
+Knows nothing of groups, queues or what the ranks do.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store
+
+MAIN = "main"
+_FAILURE = "liveness/failure"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """The first failure of the job."""
+
+    rank: int  # whose it is
+    role: str
+    text: str  # traceback, or who stood still at what
+    found_by: int  # the rank that told the others
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.role}) failed: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A rank's sign of life."""
+
+    beat: int  # one more each time
+    doing: dict[str, tuple[str, float]]  # thread → what it does, and for how many seconds
+    left: bool = False  # in good order
+
+
+class Judge:
+    """Decides from everybody's marks whether somebody is gone or stuck. Pure: time is given."""
+
+    def __init__(self, *, roles: Sequence[str], heartbeat_timeout_s: float, stall_timeout_s: float, now: float) -> None:
+        self._roles = roles
+        self._heartbeat_timeout_s, self._stall_timeout_s = heartbeat_timeout_s, stall_timeout_s
+        self._marks: dict[int, Mark] = {}
+        self._seen = dict.fromkeys(range(len(roles)), now)  # when the mark last changed
+
+    def verdict(self, marks: Mapping[int, Mark], now: float) -> tuple[int, str] | None:
+        """(rank, text) of the worst that is wrong, None if all is well; `marks` may lack ranks not heard of yet."""
+        for rank, mark in marks.items():
+            if mark != self._marks.get(rank):
+                self._marks[rank], self._seen[rank] = mark, now
+        here = [rank for rank in self._seen if rank not in self._marks or not self._marks[rank].left]
+        if not here:
+            return None
+        silent = max(here, key=lambda rank: now - self._seen[rank])
+        if now - self._seen[silent] > self._heartbeat_timeout_s:
+            return silent, f"no sign of life for {now - self._seen[silent]:.1f} s; {self._describe(here)}"
+        known = [
+            (since_s, rank, what)
+            for rank in here
+            if rank in self._marks
+            for what, since_s in self._marks[rank].doing.values()
+        ]
+        stuck = [entry for entry in known if entry[0] > self._stall_timeout_s and not is_waiting(entry[2])]
+        if stuck:
+            since_s, rank, what = max(stuck)
+            return rank, f"stuck at '{what}' for {since_s:.0f} s; {self._describe(here)}"
+        everybody = all(rank in self._marks for rank in here)
+        if everybody and known and min(known)[0] > self._stall_timeout_s:
+            return max(known)[1], f"everybody waits; {self._describe(here)}"
+        return None
+
+    def _describe(self, ranks: Sequence[int]) -> str:
+        return "; ".join(f"rank {rank} ({self._roles[rank]}): {self._describe_one(rank)}" for rank in ranks)
+
+    def _describe_one(self, rank: int) -> str:
+        if rank not in self._marks:
+            return "never heard of"
+        doing = self._marks[rank].doing
+        return ", ".join(
+            f"{f'{thread} ' * (thread != MAIN)}{what} for {since_s:.1f} s" for thread, (what, since_s) in doing.items()
+        )
+
+
+def is_waiting(doing: str) -> bool:
+    """What begins with "waiting" is a wait for somebody else."""
+    return doing.startswith("waiting")
+
+
+class Liveness:
+    """One rank's part in the watch."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,  # of this start of the job; cloned
+        rank: int,
+        roles: Sequence[str],  # of all ranks
+        on_failure: Callable[[Failure], None],  # called once, in the liveness thread, on every rank
+        stall_timeout_s: float,
+        heartbeat_timeout_s: float = 20.0,
+        interval_s: float = 0.5,
+        grace_s: float = 5.0,
+        stacks_folder: Path | None = None,  # where each rank leaves the stacks of its threads at a failure
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._store = store.clone()
+        self._store.set_timeout(timedelta(seconds=heartbeat_timeout_s))
+        self._rank, self._roles = rank, tuple(roles)
+        self._on_failure, self._end = on_failure, end
+        self._interval_s, self._grace_s = interval_s, grace_s
+        self._stacks_folder = stacks_folder
+        self._judge = None
+        if rank in (0, len(roles) - 1):
+            self._judge = Judge(
+                roles=self._roles,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                stall_timeout_s=stall_timeout_s,
+                now=time.monotonic(),
+            )
+        self._doing = {MAIN: ("starting", time.monotonic())}
+        self._beat = 0
+        self._own: Failure | None = None
+        self._wake = threading.Event()
+        self._closing = False
+        self._told = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._thread.start()
+
+    def progress(self, doing: str, *, thread: str = MAIN) -> None:
+        """A thread of this rank has begun something new.
+
+        Being at it for `stall_timeout_s` is a failure; if the text begins with "waiting", only once everybody waits.
+        """
+        self._doing = {**self._doing, thread: (doing, time.monotonic())}
+
+    def report(self, text: str, *, rank: int | None = None) -> None:
+        """This rank (or the given one) has failed. Returns when the others can see it, or after `grace_s`."""
+        self._own = self._failure(self._rank if rank is None else rank, text)
+        self._wake.set()
+        self._told.wait(self._grace_s)
+
+    def failed(self, error: BaseException) -> None:
+        """This rank has failed with an exception."""
+        self.report("".join(traceback.format_exception(error)).rstrip())
+
+    def lost(self, peer: int, error: Exception) -> None:
+        """The connection to a peer has broken."""
+        self.report(f"connection from rank {self._rank} lost: {type(error).__name__}: {error}", rank=peer)
+
+    def close(self) -> None:
+        """Leave in good order: from here on this rank is not missed."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(self._grace_s)
+
+    def _run(self) -> None:
+        try:
+            failure = self._watch()
+        except Exception as error:  # the store is gone, and with it every way to tell the others
+            failure = self._own or self._failure(self._rank, f"lost the job's store: {type(error).__name__}: {error}")
+        self._told.set()
+        if failure is not None:
+            timer = threading.Timer(self._grace_s, self._end, (1,))
+            timer.daemon = True
+            timer.start()
+            self._dump_stacks()
+            self._on_failure(failure)
+
+    def _watch(self) -> Failure | None:
+        """Until there is a failure, or this rank leaves."""
+        while True:
+            if self._own is not None:
+                return self._tell(self._own)
+            self._write_mark()
+            if self._store.check([_FAILURE]):
+                return Failure(**json.loads(self._store.get(_FAILURE)))
+            if self._closing:
+                return None
+            if self._judge is not None and (verdict := self._judge.verdict(self._read_marks(), time.monotonic())):
+                return self._tell(self._failure(*verdict))
+            self._wake.wait(self._interval_s)
+            if not self._closing:
+                self._wake.clear()
+
+    def _tell(self, failure: Failure) -> Failure:
+        """Whoever writes first is the failure of the job."""
+        return Failure(**json.loads(self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))))
+
+    def _failure(self, rank: int, text: str) -> Failure:
+        return Failure(rank=rank, role=self._roles[rank], text=text, found_by=self._rank)
+
+    def _write_mark(self) -> None:
+        now = time.monotonic()
+        self._beat += 1
+        doing = {thread: (what, now - since) for thread, (what, since) in self._doing.items()}
+        mark = Mark(beat=self._beat, doing=doing, left=self._closing)
+        self._store.set(f"liveness/{self._rank}", json.dumps(asdict(mark)))
+
+    def _read_marks(self) -> dict[int, Mark]:
+        keys = [f"liveness/{rank}" for rank in range(len(self._roles))]
+        if self._store.check(keys):
+            texts = dict(enumerate(self._store.multi_get(keys)))
+        else:
+            texts = {rank: self._store.get(key) for rank, key in enumerate(keys) if self._store.check([key])}
+        return {rank: Mark(**json.loads(text)) for rank, text in texts.items()}
+
+    def _dump_stacks(self) -> None:
+        if self._stacks_folder is not None:
+            with open(self._stacks_folder / f"stacks-rank{self._rank}.txt", "w") as file:
+                faulthandler.dump_traceback(file=file, all_threads=True)
+
+
+class SignalWatch:
+    """Calls `received(signal number)` in a thread, also while the main thread is in a wait that cannot be interrupted.
+
+    To be made in the main thread. An ordinary handler would run only after that wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        received: Callable[[int], None],
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+    ) -> None:
+        self._read_end, self._write_end = socket.socketpair()
+        self._write_end.setblocking(False)
+        self._received = received
+        self._before = {number: signal.signal(number, lambda *_: None) for number in signals}
+        self._fd_before = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Put back what was there before."""
+        signal.set_wakeup_fd(self._fd_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._write_end.close()
+        self._thread.join()
+        self._read_end.close()
+
+    def _run(self) -> None:
+        while number := self._read_end.recv(1):
+            if number[0] in self._before:
+                self._received(number[0])

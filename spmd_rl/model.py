@@ -1,0 +1,296 @@
+"""A `transformers` causal LM from a local folder, with our attention and log-probs that never hold [tokens, vocab].
+
+Given a folder with a config.json (and safetensors), `build` returns the ordinary module of that architecture whose
+attention layers call the `Attend` object that the caller passes along with the forward: `Segments` for packed
+sequences here, the engine's paged cache elsewhere.  The object travels as a keyword argument through every layer, so
+two models never share state and activation checkpointing finds it again in whatever thread runs the backward.
+Promises: a packed forward equals the forwards of its sequences one by one.  Knows nothing of ranks or engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION = "spmd_varlen"
+
+
+class Attend(Protocol):
+    """Attention of one layer over one forward's tokens."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # [1, H, T, D]
+        k: Tensor,  # [1, H_kv, T, D]
+        v: Tensor,  # [1, H_kv, T, D]
+        *,
+        scale: float,
+        window: int | None,  # a token sees itself and the window - 1 tokens before it; None = all before it
+        softcap: float | None,
+    ) -> Tensor:  # [1, T, H, D]
+        ...
+
+
+class Segments:
+    """Causal attention within each of the sequences packed at cu_seqlens; on CPU a loop of SDPA calls."""
+
+    def __init__(self, cu_seqlens: Sequence[int]) -> None:
+        self.cu_seqlens = [int(c) for c in cu_seqlens]  # [n + 1], from 0 to T
+        self.max_len = max(b - a for a, b in pairwise(self.cu_seqlens))
+        self._on_device: Tensor | None = None
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _has_flash_attn():
+            return self._flash(q, k, v, scale, window, softcap)
+        outs = [
+            causal_attention(
+                q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], scale=scale, window=window, softcap=softcap
+            ).transpose(1, 2)
+            for a, b in pairwise(self.cu_seqlens)
+            if b > a
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _flash(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        from flash_attn import flash_attn_varlen_func
+
+        if self._on_device is None:
+            self._on_device = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=q.device)
+        cu, longest = self._on_device, self.max_len
+        out = flash_attn_varlen_func(
+            *(x[0].transpose(0, 1) for x in (q, k, v)),
+            cu,
+            cu,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=softcap or 0.0,
+        )
+        return out[None]
+
+
+@cache
+def _has_flash_attn() -> bool:
+    return find_spec("flash_attn") is not None
+
+
+def causal_attention(
+    q: Tensor,  # [1, H, Q, D], the last Q of the K positions
+    k: Tensor,  # [1, H_kv, K, D]
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # [1, H, Q, D]
+    """Attention of the last Q positions of one sequence to itself and what came before."""
+    num_q, num_k = q.shape[2], k.shape[2]
+    banded = window is not None and num_k > window
+    mask = None
+    if banded or softcap is not None or 1 < num_q < num_k:
+        row = torch.arange(num_k - num_q, num_k, device=q.device)[:, None]
+        col = torch.arange(num_k, device=q.device)
+        mask = col <= row
+        if banded:
+            mask &= col > row - window
+    if softcap is None:
+        causal = mask is None and num_q > 1
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * scale
+    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v.repeat_interleave(groups, 1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attend: Attend | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer; `attend` is the keyword that came with the forward."""
+    name = type(module).__name__
+    if attend is None:
+        raise ValueError(f"{name}: forward without `attend=`: call model.hidden_states, not the model itself")
+    if attention_mask is not None or dropout or others.get("s_aux") is not None:
+        raise ValueError(f"{name}: masks, attention dropout and attention sinks are not supported by {ATTENTION}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap), None
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    return None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+def load_config(folder: str | Path) -> PretrainedConfig:
+    """The architecture in a local folder; refuses by name what our head or attention would compute wrongly."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text = config.get_text_config()
+    refused = {
+        "final_logit_softcapping": getattr(text, "final_logit_softcapping", None) is not None,
+        "logits_scaling": getattr(text, "logits_scaling", 1.0) != 1.0,
+        "logit_scale": getattr(text, "logit_scale", 1.0) != 1.0,
+        "attention_dropout": bool(getattr(text, "attention_dropout", 0.0)),
+        "use_bidirectional_attention": bool(getattr(text, "use_bidirectional_attention", False)),
+        "quantization_config": getattr(text, "quantization_config", None) is not None,
+        "is_encoder_decoder": bool(config.is_encoder_decoder),
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(f"{folder}: config.{name} = {getattr(text, name)!r} is not supported")
+    return config
+
+
+def engine_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What engines compute in, and so what travels to them; "auto" is bfloat16 on GPUs and float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype, weights: bool) -> nn.Module:
+    """The model in a folder, in eval mode.  weights=False: parameters on the meta device, only their shapes."""
+    config = load_config(folder)
+    if weights:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
+        ).to(device)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        _fill_buffers(model, device)
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"{folder}: a head with a bias is not supported")
+    return model.eval()
+
+
+def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Compute the buffers that no checkpoint holds (rope frequencies, embedding scale), leaving parameters on meta."""
+    for module in model.modules():
+        if module._buffers:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+            model._init_weights(module)
+
+
+def hidden_states(
+    model: nn.Module,
+    token_ids: Tensor,  # [T] ints
+    cu_seqlens: Sequence[int],  # [n + 1] Python ints, from 0 to T
+) -> Tensor:  # [T, d], after the last norm
+    """Body of the model over packed sequences; positions restart in each."""
+    lengths = [b - a for a, b in pairwise(cu_seqlens)]
+    positions = torch.cat([torch.arange(n, device=token_ids.device) for n in lengths])
+    return run_body(model, token_ids, positions, Segments(cu_seqlens))
+
+
+def run_body(
+    model: nn.Module,
+    token_ids: Tensor,  # [T]
+    positions: Tensor,  # [T]
+    attend: Attend,
+) -> Tensor:  # [T, d]
+    """Body of the model over T tokens whose attention is whatever `attend` does."""
+    out = model.base_model(
+        input_ids=token_ids.long()[None], position_ids=positions[None], use_cache=False, attend=attend
+    )
+    return out.last_hidden_state[0]
+
+
+def head_weight(model: nn.Module) -> Tensor:  # [V, d]
+    """The matrix that turns hidden states into logits (the embedding itself where they are tied)."""
+    return model.get_output_embeddings().weight
+
+
+def token_logprobs(
+    hidden: Tensor,  # [N, d]
+    weight: Tensor,  # [V, d]
+    targets: Tensor,  # [N] ints
+    temperature: float = 1.0,
+    chunk: int = 256,
+) -> tuple[Tensor, Tensor]:  # [N], [N] float32 (float64 for float64 inputs)
+    """Log-prob of each target and entropy of each row's distribution, softmax(hidden @ weight.T / temperature).
+
+    Holds one [chunk, V] block of logits at a time, forward and backward.  Both outputs have exact gradients for
+    hidden and weight.  Example: logits [2, 1, 0, -1] have entropy 0.9475 at T = 1, 0.4554 at 0.5, 1.1526 at 1.5.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, is {temperature} (greedy samples are scored at 1)")
+    return _TokenLogprobs.apply(hidden, weight, targets.long(), 1.0 / temperature, chunk)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, h: Tensor, w: Tensor, t: Tensor, inv_temp: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        exact = _accumulate_dtype(h)
+        logprob, entropy, lse = (torch.empty(len(h), dtype=exact, device=h.device) for _ in range(3))
+        for a in range(0, len(h), chunk):
+            rows = slice(a, a + chunk)
+            z = (h[rows] @ w.t()).to(exact).mul_(inv_temp)
+            lse[rows] = z.logsumexp(-1)
+            logprob[rows] = z.gather(1, t[rows, None])[:, 0] - lse[rows]
+            entropy[rows] = lse[rows] - torch.linalg.vecdot((z - lse[rows, None]).exp_(), z)
+        ctx.save_for_backward(h, w, t, lse, entropy)
+        ctx.inv_temp, ctx.chunk = inv_temp, chunk
+        ctx.set_materialize_grads(False)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, d_logprob: Tensor | None, d_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        h, w, t, lse, entropy = ctx.saved_tensors
+        exact = _accumulate_dtype(h)
+        dh = torch.empty_like(h) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(w, dtype=exact) if ctx.needs_input_grad[1] else None
+        for a in range(0, len(h), ctx.chunk):
+            rows = slice(a, a + ctx.chunk)
+            logp = (h[rows] @ w.t()).to(exact).mul_(ctx.inv_temp).sub_(lse[rows, None])
+            dz = torch.zeros_like(logp) if d_logprob is None else logp.exp().mul_(-d_logprob[rows, None])
+            if d_logprob is not None:  # d logprob_t / dz_j = [j = t] - p_j
+                dz.scatter_add_(1, t[rows, None], d_logprob[rows, None])
+            if d_entropy is not None:  # d H / dz_j = -p_j (log p_j + H)
+                dz.addcmul_(logp.exp(), logp.add_(entropy[rows, None]).mul_(d_entropy[rows, None]), value=-1)
+            dz = dz.mul_(ctx.inv_temp).to(h.dtype)
+            if dh is not None:
+                dh[rows] = dz @ w
+            if dw is not None:
+                if dw.dtype == dz.dtype:
+                    dw.addmm_(dz.t(), h[rows])
+                else:
+                    dw += dz.t() @ h[rows]
+        return dh, None if dw is None else dw.to(w.dtype), None, None, None
+
+
+def _accumulate_dtype(h: Tensor) -> torch.dtype:
+    return torch.float64 if h.dtype == torch.float64 else torch.float32

@@ -1,0 +1,192 @@
+"""Rank 0's life: the orchestrator and, where it has one, an engine, in one event loop.
+
+Translates between the orchestrator's calls and messages to other ranks; what comes from this rank's own engine takes
+the same way.  Knows the ranks; decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from spmd_rl import checkpoint, envs, packing
+from spmd_rl.config import Config
+from spmd_rl.inference import InferenceRank, work_message
+from spmd_rl.liveness import Liveness
+from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator
+from spmd_rl.orchestrator.report import Report
+from spmd_rl.packing import Packed
+from spmd_rl.recorder import Recorder
+from spmd_rl.run_dir import RunDir, write_whole
+from spmd_rl.task_stream import TaskStream
+from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.types import GroupWork, Rollout
+from spmd_rl.world import World, end_process
+
+
+async def run_orchestrator(
+    world: World, config: Config, run_dir: RunDir, live: Liveness, version: int, restored: Path | None
+) -> int:
+    """Until the run is done (0) or stopped (128 + signal); raises when it fails."""
+    loop = asyncio.get_running_loop()
+    live.progress("building the engine")
+    tokenizer = Tokenizer(config.model.path)
+    ended: asyncio.Queue[int] = asyncio.Queue()  # ranks that said STOP
+    own = None
+    if world.rank in world.engine_ranks:
+        own = InferenceRank(world=world, config=config, live=live, send=lambda message: receive(message, world.rank))
+    outboxes = {peer: Outbox(peer=peer, group=world.ctl, failed=live.lost, depth=1 << 16) for peer in world.peers}
+
+    def send(rank: int, message: Message) -> None:
+        if rank == world.rank:
+            loop.call_soon(own.handle, message)
+        else:
+            outboxes[rank].put(message)
+
+    def ship(index: int, packed: Packed, save: bool) -> None:
+        """Every trainer its share of the batch, of about equal cost."""
+        parts = packing.split_evenly(np.diff(packed.cu_seqlens).tolist(), len(world.trainer_ranks))
+        for rank, part in zip(world.trainer_ranks, parts, strict=True):
+            share = packing.select(packed, part)
+            words = {"index": index, "save": save, "words": share.words}
+            send(rank, Message(Kind.BATCH, words, share.arrays()))
+
+    def probe(sequences: list[np.ndarray]) -> None:
+        arrays = {
+            "token_ids": np.concatenate(sequences),
+            "cu_seqlens": np.cumsum([0, *map(len, sequences)], dtype=np.int64),
+        }
+        for rank in (*world.engine_ranks, *world.trainer_ranks):
+            send(rank, Message(Kind.PROBE, {}, arrays))
+
+    def cancel(rank: int, work: GroupWork) -> None:
+        words = {"tickets": [work.tickets.start, work.tickets.stop], "purpose": work.purpose}
+        send(rank, Message(Kind.CANCEL, words))
+
+    def to_all(ranks: tuple[int, ...], kind: Kind, **words: object) -> None:
+        for rank in ranks:
+            send(rank, Message(kind, words))
+
+    links = Links(
+        engines=world.engine_ranks,
+        trainers=world.trainer_ranks,
+        work=lambda rank, work: send(rank, work_message(work)),
+        cancel=cancel,
+        stats=lambda number: to_all(world.engine_ranks, Kind.STATS, number=number),
+        batch=ship,
+        probe=probe,
+        finish_training=lambda export: to_all(world.trainer_ranks, Kind.STOP, export=export),
+    )
+    environments = {name: envs.load(env.path, tokenizer=tokenizer, args=env.args) for name, env in config.env.items()}
+    seed = config.run.seed
+    report = Report(
+        steps=config.run.steps,
+        max_staleness=config.staleness.max_staleness,
+        bound=config.age_bound,
+        num_engines=len(world.engine_ranks),
+        decode=tokenizer.decode,
+        say=lambda line: print(line, flush=True),
+    )
+    recorder = Recorder(metrics=run_dir.metrics, tensorboard=run_dir.tensorboard)
+    orchestrator = Orchestrator(
+        config=config,
+        run_dir=run_dir,
+        tasks=TaskStream(
+            {name: lambda env=env: env.tasks(seed, "train") for name, env in environments.items()},
+            weights={name: env.weight for name, env in config.env.items()},
+            seed=seed,
+        ),
+        eval_tasks={
+            name: list(itertools.islice(env.tasks(seed, "eval"), config.eval.num_tasks))
+            for name, env in environments.items()
+        },
+        links=links,
+        recorder=recorder,
+        report=report,
+        decode=tokenizer.decode,
+        complete_checkpoint=lambda at, words, rollouts: _complete(
+            run_dir, config.checkpoint.keep_last, at, words, rollouts
+        ),
+        version=version,
+    )
+    if restored:
+        words, rollouts = checkpoint.load_orchestrator(restored)
+        orchestrator.restore(words, rollouts)
+
+    def receive(message: Message, rank: int) -> None:
+        """An answer, from this rank or another."""
+        words = message.words
+        match message.kind:
+            case Kind.ROLLOUT:
+                (rollout,) = packing.unpack(packing.from_arrays(message.arrays, words["words"]))
+                orchestrator.rollout_ended(rollout)
+            case Kind.STEP:
+                orchestrator.stepped(rank, words["version"], words["metrics"])
+            case Kind.LOADED:
+                loaded = Loaded(
+                    checksums=tuple(words["checksums"]), receive_s=words["receive_s"], pause_s=words["pause_s"]
+                )
+                orchestrator.loaded(rank, words["version"], loaded)
+            case Kind.SAVED:
+                orchestrator.saved(rank, words["version"], final=words["final"])
+            case Kind.STATS:
+                orchestrator.counted(rank, words["number"], words["stats"])
+            case Kind.PROBED:
+                orchestrator.scored(rank, words["version"], message.arrays["logprobs"])
+            case Kind.STOP:
+                ended.put_nowait(rank)
+
+    def from_peer(message: Message) -> None:
+        loop.call_soon_threadsafe(receive, message, message.peer)
+
+    inboxes = [Inbox(peer=peer, group=world.ctl, deliver=from_peer, failed=live.lost) for peer in world.peers]
+    stop_signals: list[int] = []
+
+    def signalled(number: int) -> None:
+        if stop_signals:
+            end_process(128 + number)
+        stop_signals.append(number)
+        report.say(
+            f"stopping on {signal.Signals(number).name}: at most {config.run.shutdown_s:g} s; again ends at once"
+        )
+        orchestrator.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled, number)
+    status = await orchestrator.run()
+    live.progress("ending")
+    summary = report.summary(status, orchestrator.ledger.state())
+    write_whole(run_dir.summary, json.dumps(summary, indent=1))
+    to_all(tuple(rank for rank in world.engine_ranks if rank != world.rank), Kind.STOP)
+    if own is not None:
+        await asyncio.to_thread(own.close, config.run.shutdown_s)
+    async with asyncio.timeout(config.run.shutdown_s):
+        for _ in world.peers:
+            await ended.get()
+    for outbox in outboxes.values():
+        outbox.close(timeout_s=config.run.shutdown_s)
+    for inbox in inboxes:
+        inbox.join(timeout_s=config.run.shutdown_s)
+    recorder.close()
+    paths: Mapping[str, object] = {"run directory": run_dir.path}
+    if status == "done":
+        paths = {**paths, "trained model": run_dir.model}
+    report.say(report.table(summary, paths=paths))
+    return 0 if status == "done" else 128 + stop_signals[0]
+
+
+def _complete(
+    run_dir: RunDir, keep_last: int, version: int, words: Mapping[str, object], rollouts: list[Rollout]
+) -> Path:
+    """In a worker thread: add rank 0's half to the trainers', and make the checkpoint exist."""
+    checkpoint.save_orchestrator(words, rollouts, checkpoint.aside(run_dir.checkpoints, version))
+    folder = checkpoint.complete(run_dir.checkpoints, version)
+    run_dir.remove_old_checkpoints(keep_last)
+    return folder

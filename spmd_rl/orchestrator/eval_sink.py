@@ -1,0 +1,119 @@
+"""Evaluation rollouts in, one report per evaluation out: no advantages, no filter, no gate, no ledger.
+
+`expect` announces the work of one evaluation; `add` takes its rollouts in any order, several evaluations at once, and
+gives the report with the last of them.  A failed rollout counts as reward 0 and unsolved.
+Knows nothing of training, engines or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+from spmd_rl.types import NO_VERSION, GroupWork, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvReport:
+    """One environment of one evaluation."""
+
+    num_tasks: int
+    samples: int  # rollouts per task
+    reward: float  # mean
+    pass_at: dict[int, float]  # k -> unbiased pass@k
+    length: float  # mean sampled tokens
+    truncated: float  # share that ended at the token limit
+    failed: float  # share that raised
+    oldest_version: int  # over all sampled tokens
+    newest_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport:
+    eval_id: str
+    envs: dict[str, EnvReport]
+
+
+@dataclass(kw_only=True)
+class _Open:
+    missing: int
+    samples: int
+    works: dict[int, GroupWork]  # by group_id
+    rollouts: dict[int, list[Rollout]]  # by group_id
+
+
+class EvalSink:
+    """See the module."""
+
+    def __init__(self, *, solved_at: float = 1.0) -> None:
+        self._solved_at = solved_at  # least reward of a solved task
+        self._open: dict[str, _Open] = {}
+        self._eval_of: dict[int, str] = {}  # group_id -> eval_id
+
+    @property
+    def num_missing(self) -> int:
+        """Rollouts expected and not yet here."""
+        return sum(evaluation.missing for evaluation in self._open.values())
+
+    def expect(self, eval_id: str, works: Sequence[GroupWork]) -> None:
+        """One work per task, all of the same size (the samples per task)."""
+        clash = next((work for work in works if work.group_id in self._eval_of), None)
+        if eval_id in self._open or clash or not works:
+            raise RuntimeError(f"evaluation {eval_id!r} of {len(works)} tasks: empty, or its ids are taken ({clash})")
+        self._open[eval_id] = _Open(
+            missing=sum(work.size for work in works),
+            samples=works[0].size,
+            works={work.group_id: work for work in works},
+            rollouts={work.group_id: [] for work in works},
+        )
+        self._eval_of.update((work.group_id, eval_id) for work in works)
+
+    def add(self, rollout: Rollout) -> EvalReport | None:
+        """The report, if this was the last rollout of its evaluation."""
+        eval_id = self._eval_of.get(rollout.group_id)
+        if eval_id is None:
+            raise RuntimeError(f"rollout of group {rollout.group_id} belongs to no open evaluation")
+        evaluation = self._open[eval_id]
+        evaluation.rollouts[rollout.group_id].append(rollout)
+        evaluation.missing -= 1
+        if evaluation.missing:
+            return None
+        del self._open[eval_id]
+        for group_id in evaluation.works:
+            del self._eval_of[group_id]
+        return EvalReport(eval_id=eval_id, envs=self._by_env(evaluation))
+
+    def pending(self) -> dict[str, list[GroupWork]]:
+        """Open evaluations, for a checkpoint: they start again."""
+        return {eval_id: list(evaluation.works.values()) for eval_id, evaluation in self._open.items()}
+
+    def _by_env(self, evaluation: _Open) -> dict[str, EnvReport]:
+        groups: dict[str, list[list[Rollout]]] = {}
+        for group_id, rollouts in evaluation.rollouts.items():
+            groups.setdefault(evaluation.works[group_id].task.env, []).append(rollouts)
+        return {env: self._report(tasks, evaluation.samples) for env, tasks in groups.items()}
+
+    def _report(self, tasks: list[list[Rollout]], samples: int) -> EnvReport:
+        rollouts = [rollout for task in tasks for rollout in task]
+        rewards = [0.0 if r.failed else r.reward for r in rollouts]
+        solved = [sum(not r.failed and r.reward >= self._solved_at for r in task) for task in tasks]
+        ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]
+        return EnvReport(
+            num_tasks=len(tasks),
+            samples=samples,
+            reward=float(np.mean(rewards)),
+            pass_at={k: float(np.mean([pass_at(k, samples, c) for c in solved])) for k in ks},
+            length=float(np.mean([r.num_trainable for r in rollouts])),
+            truncated=float(np.mean([r.finish_reason == "length" for r in rollouts])),
+            failed=float(np.mean([r.failed for r in rollouts])),
+            oldest_version=min((r.head for r in rollouts if r.head != NO_VERSION), default=NO_VERSION),
+            newest_version=max((r.tail for r in rollouts), default=NO_VERSION),
+        )
+
+
+def pass_at(k: int, samples: int, solved: int) -> float:
+    """1 - C(n-c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv:2107.03374)."""
+    return 1.0 - comb(samples - solved, k) / comb(samples, k)

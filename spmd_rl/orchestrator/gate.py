@@ -1,0 +1,197 @@
+"""Whether new rollouts may be admitted.  Pure arithmetic on three counters and the policy's version.
+
+    capacity = min(C - running, (S + version + 1)·B - (accepted + running)), in rollouts
+
+The gate counts slots.  A group holds its slots from admission (`admit`) until the whole of it is settled: accepted by
+the sink, or given up.  Accepted slots leave by `consume`, exactly B at a time, or by `give_back` when they are dropped
+after all.  Between any two calls  accepted + running <= (S + version + 1)·B,  and  version·B <= consumed <= accepted.
+
+Mode "ship" limits admission by C and a queue of Q finished rollouts only; S then bounds what is shipped (ship_hold.py).
+Adaptive admission lowers the limit to what keeps the trainer busy (`AdaptiveAdmission`).
+
+Knows nothing of queues, engines or weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from spmd_rl.policy import Policy
+
+
+class Gate:
+    """One waiter at a time, woken by settle, give_back, consume, close and a new version; O(1) per event at any C."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        max_staleness: int,
+        batch_size: int,
+        max_concurrent: int,
+        mode: str = "admission",  # "admission" | "ship"
+        queue_size: int = 0,  # Q, finished rollouts that the ship gate lets wait
+        last_version: int | None = None,  # of the run: nothing is admitted that no batch up to it has a place for
+        adaptive: AdaptiveAdmission | None = None,
+        defer: Callable[[Callable[[], None]], object] | None = None,  # wakes the waiter; None = at once
+    ) -> None:
+        self.max_staleness, self.batch_size, self.max_concurrent = max_staleness, batch_size, max_concurrent
+        self.queue_size, self.adaptive = queue_size, adaptive
+        self._last_slot = math.inf if last_version is None else last_version * batch_size
+        self.running = 0  # admitted and not settled
+        self.accepted = 0  # settled as trainable, since version 0
+        self.consumed = 0  # taken into batches, since version 0
+        self.admitted_since_update = 0  # less what was given up; at most (S + 1)·B
+        self.closed = False
+        self._policy = policy
+        self._room = {"admission": self._room_for_admission, "ship": self._room_for_ship}[mode]
+        self._bounded = mode == "admission"
+        self._defer = defer or (lambda wake: wake())
+        self._waiter: asyncio.Future[None] | None = None
+        self._wanted = 0
+        self._waking = False
+        if not self._bounded and queue_size + max_concurrent < batch_size:
+            raise ValueError(
+                f"queue_size + max_concurrent = {queue_size + max_concurrent} is below batch_size = {batch_size}: "
+                "the ship gate could never fill a batch"
+            )
+        policy.on_change(self._version_changed)
+
+    def capacity(self) -> int:
+        """min(C - running, room), in rollouts; towards the end of the run no more than is left to train."""
+        left = self._last_slot - self.accepted - self.running
+        return min(self.max_concurrent - self.running, self._room(), left)
+
+    @property
+    def waiting(self) -> int:
+        """Slots that are accepted and not yet trained, in batches or not."""
+        return self.accepted - self._policy.version * self.batch_size
+
+    @property
+    def limit(self) -> int:
+        """(S + version + 1)·B, slots accepted or running at most under the admission gate."""
+        return (self.max_staleness + self._policy.version + 1) * self.batch_size
+
+    async def wait(self, num: int) -> bool:
+        """Wait for room for `num` rollouts; False once closed.  Unblocked by any change that makes the room."""
+        while not self.closed and self.capacity() < num:
+            if self._waiter is not None:
+                raise RuntimeError("the gate has one waiter, and a second one came")
+            self._waiter, self._wanted = asyncio.get_running_loop().create_future(), num
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return not self.closed
+
+    def admit(self, num: int) -> None:
+        """Take `num` slots; there must be room."""
+        if num > (capacity := self.capacity()):
+            raise RuntimeError(f"{num} rollouts admitted into a capacity of {capacity}: {self}")
+        self.running += num
+        self.admitted_since_update += num
+        self._check()
+        most = (self.max_staleness + 1) * self.batch_size
+        if self._bounded and self.admitted_since_update > most:
+            raise RuntimeError(
+                f"{self.admitted_since_update} rollouts admitted at version {self._policy.version}, "
+                f"bound is (S + 1) * B = {most}: {self}"
+            )
+
+    def settle(self, *, accepted: int = 0, rejected: int = 0) -> None:
+        """A whole group ended: its slots stay until they are consumed, or return now."""
+        self.running -= accepted + rejected
+        self.accepted += accepted
+        self.admitted_since_update -= rejected
+        self._check()
+        self._wake()
+
+    def give_back(self, num: int) -> None:
+        """Accepted slots that were dropped before they were consumed."""
+        self.accepted -= num
+        self.admitted_since_update -= num
+        self._check()
+        self._wake()
+
+    def consume(self) -> None:
+        """A batch was formed of exactly B accepted slots."""
+        self.consumed += self.batch_size
+        self._check()
+        self._wake()
+
+    def close(self) -> None:
+        """Admit nothing more."""
+        self.closed = True
+        self._wake()
+
+    def restore(self, *, accepted: int, running: int) -> None:
+        """State of a resumed run: accepted = version·B + finished slots, running = slots of unfinished groups."""
+        self.accepted, self.running = accepted, running
+        self.consumed = self._policy.version * self.batch_size
+        self._check()
+
+    def _version_changed(self) -> None:
+        self.admitted_since_update = 0
+        self._check()
+        self._wake()
+
+    def _room_for_admission(self) -> int:
+        room = self.limit - (self.accepted + self.running)
+        return room if self.adaptive is None else min(room, int(self.adaptive.limit) - self.waiting - self.running)
+
+    def _room_for_ship(self) -> int:
+        return self.queue_size + self.max_concurrent - (self.accepted - self.consumed + self.running)
+
+    def _check(self) -> None:
+        version, batch_size = self._policy.version, self.batch_size
+        if self.consumed < version * batch_size:
+            raise RuntimeError(
+                f"at version {version} at least {version * batch_size} slots are consumed, the gate counts "
+                f"{self.consumed} and would admit {self.capacity()}, bound is (S + 1) * B = "
+                f"{(self.max_staleness + 1) * batch_size}: was the gate restored? {self}"
+            )
+        if not 0 <= self.running <= self.max_concurrent or self.consumed > self.accepted:
+            raise RuntimeError(f"slots do not add up: {self}")
+        if self._bounded and self.accepted + self.running > self.limit:
+            raise RuntimeError(f"accepted + running = {self.accepted + self.running} > (S + version + 1)·B: {self}")
+
+    def _wake(self) -> None:
+        if self._waiter is None or self._waking or not (self.closed or self.capacity() >= self._wanted):
+            return
+        self._waking = True
+        self._defer(self._release)
+
+    def _release(self) -> None:
+        self._waking = False
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __str__(self) -> str:
+        return (
+            f"gate at version {self._policy.version}: running {self.running}, accepted {self.accepted}, "
+            f"consumed {self.consumed}, S {self.max_staleness}, B {self.batch_size}, C {self.max_concurrent}, "
+            f"limit {self.limit}"
+        )
+
+
+class AdaptiveAdmission:
+    """The least number of slots in the system that keeps the trainer's idle share under its target.
+
+    After every batch  limit += 2·B · (idle share of that batch - target / 2), clamped to [B, (S + 1)·B].  At target 2%
+    it falls by a fiftieth of a batch while the trainer never waits, and rises by a batch after one that the trainer
+    waited half its time for.  It starts at 4·B; in the mean the idle share comes to half the target, which leaves room
+    for the start.  Little's law: mean age ≈ limit / B - 1.
+    """
+
+    def __init__(self, *, max_staleness: int, batch_size: int, target_idle: float) -> None:
+        self.most = float((max_staleness + 1) * batch_size)
+        self.limit = min(4.0 * batch_size, self.most)  # slots accepted or running and not yet trained
+        self._batch_size, self._aim = batch_size, target_idle / 2
+
+    def observe(self, *, waited_s: float, busy_s: float) -> None:
+        """The trainer waited for a batch and then worked on it."""
+        idle = waited_s / max(waited_s + busy_s, 1e-9)
+        limit = self.limit + 2 * self._batch_size * (idle - self._aim)
+        self.limit = min(max(limit, float(self._batch_size)), self.most)

@@ -1,0 +1,460 @@
+"""Wires the parts of rank 0 together and turns the loop: the only file that imports them all.
+
+    tasks → dispatcher → (engines) → train path → batch → hold → batch log → trainers → version → policy → gate
+
+Everything here runs on one event loop and waits on nothing but it; other ranks are reached through `Links`, and what
+they answer comes in by the methods under "answers".  Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from spmd_rl import batch_log
+from spmd_rl.advantages import ADVANTAGES
+from spmd_rl.config import Config
+from spmd_rl.ledger import Ledger
+from spmd_rl.orchestrator import state as saved_state
+from spmd_rl.orchestrator.dispatcher import Dispatcher
+from spmd_rl.orchestrator.eval_runner import EvalRunner
+from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
+from spmd_rl.orchestrator.metrics_loop import MetricsLoop
+from spmd_rl.orchestrator.order import make_order
+from spmd_rl.orchestrator.report import Report, SampledRewards, batch_metrics, eval_values
+from spmd_rl.orchestrator.roll_call import RollCall
+from spmd_rl.orchestrator.ship_hold import ShipHold
+from spmd_rl.orchestrator.train_path import TrainPath
+from spmd_rl.orchestrator.train_sink import TrainSink, zero_spread
+from spmd_rl.orchestrator.weight_watcher import WeightWatcher
+from spmd_rl.packing import Packed
+from spmd_rl.policy import Policy
+from spmd_rl.run_dir import RunDir, write_whole
+from spmd_rl.task_stream import TaskStream
+from spmd_rl.types import GroupWork, Rollout, Task
+
+PREFETCH = 1  # batches shipped ahead of the one that is trained; the ship gate's S takes its place
+PROBE_TOKENS = 256  # scored, at least
+
+
+class Recorder(Protocol):
+    def write(self, kind: str, version: int, values: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What the orchestrator may ask of other ranks; none of these waits."""
+
+    engines: tuple[int, ...]  # ranks with an engine
+    trainers: tuple[int, ...]
+    work: Callable[[int, GroupWork], None]  # start a group on an engine's rank
+    cancel: Callable[[int, GroupWork], None]
+    stats: Callable[[int], None]  # have every engine answer with its counters, under this number
+    batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
+    probe: Callable[[list[np.ndarray]], None]  # sequences that engines and trainers score from now on
+    finish_training: Callable[[bool], None]  # save, export if True, and end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """An engine's rank has swapped to a version."""
+
+    checksums: tuple[int, ...]
+    receive_s: float
+    pause_s: float  # the engine stood still
+
+
+class Orchestrator:
+    """Build, `restore` if resuming, `await run()`."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        run_dir: RunDir,
+        tasks: TaskStream,
+        eval_tasks: Mapping[str, Sequence[Task]],
+        links: Links,
+        recorder: Recorder,
+        report: Report,
+        decode: Callable[[np.ndarray], str],
+        complete_checkpoint: Callable[[int, Mapping[str, object], list[Rollout]], Path],  # in a worker thread
+        version: int = 0,  # that the trainers start with
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        rollout, staleness, trainer = config.rollout, config.staleness, config.trainer
+        self._config, self._run_dir, self._tasks, self._links = config, run_dir, tasks, links
+        self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
+        self._complete_checkpoint = complete_checkpoint
+        self._first_version, self._last_version = version, config.run.steps
+
+        self.policy = Policy(version)
+        adaptive = AdaptiveAdmission(
+            max_staleness=staleness.max_staleness, batch_size=rollout.batch_size, target_idle=staleness.target_idle
+        )
+        self._adaptive = adaptive if staleness.adaptive else None
+        self.gate = Gate(
+            self.policy,
+            max_staleness=staleness.max_staleness,
+            batch_size=rollout.batch_size,
+            max_concurrent=staleness.max_concurrent,
+            mode=staleness.gate,
+            queue_size=staleness.queue_size,
+            last_version=self._last_version,
+            adaptive=self._adaptive,
+        )
+        self.dispatcher = Dispatcher(
+            tasks=tasks,
+            gate=self.gate,
+            policy=self.policy,
+            submit=self._submit,
+            group_size=rollout.group_size,
+            cancel=self._cancel,
+        )
+        advantage = ADVANTAGES[trainer.advantage]
+        self.sink = TrainSink(
+            batch_size=rollout.batch_size,
+            group_size=rollout.group_size,
+            advantages=lambda rewards, usable: trainer.advantage_scale * advantage(rewards, usable),
+            order=make_order(staleness.order, staleness.window),
+            bound=config.age_bound,
+            over_age=staleness.over_age,
+            filters={"zero_spread": zero_spread} if trainer.filter_zero_spread else {},
+            max_empty_batches=trainer.max_empty_batches,
+        )
+        self.ledger = Ledger()
+        self.path = TrainPath(
+            dispatcher=self.dispatcher, sink=self.sink, gate=self.gate, policy=self.policy, ledger=self.ledger
+        )
+        ahead = staleness.max_staleness if staleness.gate == "ship" else PREFETCH
+        self.hold = ShipHold(self.policy, max_staleness=ahead, clock=clock)
+        self.watcher = WeightWatcher(announced=self._announced, reload=self._reload, policy=self.policy, clock=clock)
+        self.evals = EvalRunner(
+            tasks=eval_tasks,
+            samples=config.eval.samples,
+            submit=self._submit,
+            version=lambda: self.policy.version,
+        )
+        self.metrics = MetricsLoop(
+            interval_s=config.run.metrics_interval_s,
+            collect=self._interval_metrics(),
+            emit=self._emit_interval,
+            checks=[self.path.assert_closed],
+        )
+
+        self._steps: RollCall[dict[str, float]] = RollCall("step to version", links.trainers)
+        self._loads: RollCall[Loaded] = RollCall("weights", links.engines)
+        self._saves: RollCall[None] = RollCall("checkpoint", links.trainers)
+        self._final_saves: RollCall[None] = RollCall("final checkpoint", links.trainers)
+        self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
+        self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
+        self._load = dict.fromkeys(links.engines, 0)  # rollouts in flight by engine
+        self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
+        self._sampled = SampledRewards()
+        self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
+        self._last_shipped = version - 1
+        self._admitted_before = 0
+        self._stop = asyncio.Event()
+        self._num_stats = 0
+        self._probe: list[np.ndarray] = []
+        self._evaluating: asyncio.Task[None] | None = None
+        self._tasks_group: asyncio.TaskGroup | None = None
+
+    # ---- from outside
+
+    def restore(self, words: Mapping[str, object], rollouts: Sequence[Rollout]) -> None:
+        """Go on from a checkpoint's orchestrator half.  ValueError when it does not fit this run."""
+        self.path.restore(saved_state.from_json(words["path"], rollouts))
+        self._tasks.skip_to(words["cursor"])
+        self.ledger.close_tokens()
+        self._admitted_before = self.ledger.admitted
+
+    def stop(self) -> None:
+        """End early, with a checkpoint of what there is, within shutdown_s."""
+        self._stop.set()
+
+    # ---- answers of other ranks
+
+    def rollout_ended(self, rollout: Rollout) -> None:
+        self._load[self._engine_of[rollout.purpose, rollout.group_id]] -= 1
+        if rollout.purpose == "eval":
+            self.evals.ended(rollout)
+        else:
+            self._sampled.add(rollout)
+            self.path.ended(rollout)
+
+    def stepped(self, rank: int, version: int, metrics: dict[str, float]) -> None:
+        self._steps.answer(version, rank, metrics)
+
+    def loaded(self, rank: int, version: int, loaded: Loaded) -> None:
+        self._loads.answer(version, rank, loaded)
+
+    def saved(self, rank: int, version: int, *, final: bool) -> None:
+        (self._final_saves if final else self._saves).answer(version, rank, None)
+
+    def counted(self, rank: int, number: int, stats: dict[str, float]) -> None:
+        self._stats.answer(number, rank, stats)
+
+    def scored(self, rank: int, version: int, logprobs: np.ndarray) -> None:
+        self._scores.answer(version, rank, logprobs)
+
+    # ---- the run
+
+    async def run(self) -> str:
+        """Until the last version is trained ("done") or `stop` ("stopped").  Raises when a promise is broken."""
+        self._check_loads(self.policy.version, await self._loads.all(self.policy.version))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks_group = tasks
+                watching = tasks.create_task(self.watcher.run())
+                ticking = tasks.create_task(self.metrics.run())
+                ended = await self._until_stopped(tasks.create_task(self._train()))
+                watching.cancel()
+                ticking.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        return ended
+
+    async def _until_stopped(self, training: asyncio.Task[None]) -> str:
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({training, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if training.done():
+            stop.cancel()
+            await training
+            return "done"
+        training.cancel()
+        await asyncio.wait({training})
+        try:
+            async with asyncio.timeout(self._config.run.shutdown_s):
+                self.dispatcher.close()
+                await self.policy.reached(self._last_shipped + 1)
+                await self._finish_training(export=False)
+        except TimeoutError:
+            self._report.say(f"shutdown_s = {self._config.run.shutdown_s} s were not enough for a new checkpoint")
+        return "stopped"
+
+    async def _train(self) -> None:
+        evaluates = self._config.eval.every >= 0
+        if evaluates and self._first_version == 0:
+            await self._evaluate(self._config.staleness.max_concurrent)
+        self._report.training_begins(await self._count_engines())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.dispatcher.run())
+            tasks.create_task(self.path.collect())
+            recording = tasks.create_task(self._record_steps())
+            await self._ship()
+            self._report.last_batch_formed(await self._count_engines())
+            await recording
+            self.dispatcher.close()  # drain: what is in flight ends, is judged and saved
+        await self._finish_training(export=True)
+        if evaluates:
+            await self._evaluate(self._config.staleness.max_concurrent)
+        self.path.leave_over()
+        self.metrics.tick()
+        self.ledger.generate(int((await self._count_engines())["tokens"]) - self.evals.sampled_tokens)
+        self.ledger.assert_tokens_closed()
+
+    async def _finish_training(self, *, export: bool) -> None:
+        """The trainers save (and export) and end; rank 0 adds its half, and the checkpoint is complete."""
+        version = self.policy.version
+        self._links.finish_training(export)
+        await self._final_saves.all(version)
+        words, rollouts = self._snapshot()
+        await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts)
+
+    # ---- batches
+
+    async def _ship(self) -> None:
+        """Form, hold, log and send every batch.  Waits for: finished groups, then the policy's version."""
+        every = self._config.checkpoint.every
+        for index in range(self._first_version, self._last_version):
+            batch = await self.path.form(index)
+            if batch is None:
+                raise RuntimeError(f"the tasks ended before batch {index} of {self._last_version} was full")
+            values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages) | self._sampled.take()
+            values["time/parked_s"] = await self.hold.wait(index)
+            self._values[index + 1] = values
+            packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch)
+            if not self._probe and self._config.run.probe_every:
+                self._probe = make_probe(batch.rollouts)
+                self._links.probe(self._probe)
+            save = every > 0 and (index + 1) % every == 0 and index + 1 < self._last_version
+            self._last_shipped = index
+            self._links.batch(index, packed, save)
+
+    async def _record_steps(self) -> None:
+        """After each version its metrics, checkpoint and evaluation.  Waits for: the policy."""
+        checkpoint_every, eval_every = self._config.checkpoint.every, self._config.eval.every
+        for version in range(self._first_version + 1, self._last_version + 1):
+            await self.policy.reached(version)
+            last = version == self._last_version
+            if checkpoint_every and version % checkpoint_every == 0 and not last:
+                words, rollouts = self._snapshot()
+                self._later(self._checkpoint(version, words, rollouts))
+            self._record_step(version)
+            if self._probe and version % self._config.run.probe_every == 0:
+                self._later(self._compare_probe(version))
+            if eval_every > 0 and version % eval_every == 0 and not last:
+                await self._evaluation_ended()
+                self._evaluating = self._later(self._evaluate(self._config.eval_concurrent))
+        await self._evaluation_ended()
+
+    def _record_step(self, version: int) -> None:
+        values = self._values.pop(version)
+        staleness, batch_size = self._config.staleness, self._config.rollout.batch_size
+        values |= {
+            "admission/per_step": self.ledger.admitted - self._admitted_before,
+            "admission/bound": (staleness.max_staleness + 1) * batch_size,
+            "queue/out_depth": self.dispatcher.output_depth + self.sink.num_waiting // self._config.rollout.group_size,
+            "queue/in_flight": self.dispatcher.in_flight,
+        }
+        self._admitted_before = self.ledger.admitted
+        if self._adaptive is not None:
+            self._adaptive.observe(waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"])
+        self._recorder.write("step", version, values)
+        self._report.step(version, values)
+
+    # ---- engines
+
+    def _submit(self, work: GroupWork) -> None:
+        """To the engine with the fewest rollouts in flight."""
+        engine = min(self._load, key=self._load.__getitem__)
+        self._load[engine] += work.size
+        self._engine_of[work.purpose, work.group_id] = engine
+        self._links.work(engine, work)
+
+    def _cancel(self, work: GroupWork) -> None:
+        self._links.cancel(self._engine_of[work.purpose, work.group_id], work)
+
+    async def _announced(self) -> int | None:
+        """Waits until every trainer has made the next version."""
+        version = self.policy.version + 1
+        if version > self._last_version:
+            return None
+        metrics = await self._steps.all(version)
+        self._values[version] |= metrics[0]
+        for name in ("trainer/wait_s", "trainer/step_s", "trainer/hold_s"):
+            self._values[version][name] = float(np.mean([m[name] for m in metrics]))
+        return version
+
+    async def _reload(self, version: int) -> None:
+        """Waits until every engine has verified and swapped the version."""
+        start = self._clock()
+        loads = await self._loads.all(version)
+        self._check_loads(version, loads)
+        self._values[version] |= {
+            "weights/poll_to_reload_s": self._clock() - start,
+            "weights/receive_s": max(load.receive_s for load in loads),
+            "weights/pause_s": max(load.pause_s for load in loads),
+        }
+
+    def _check_loads(self, version: int, loads: Sequence[Loaded]) -> None:
+        """All engines hold the same bytes: those whose checksums the trainers sent."""
+        if len({load.checksums for load in loads}) != 1:
+            raise RuntimeError(f"engines hold different weights of version {version}: {[x.checksums for x in loads]}")
+
+    async def _count_engines(self) -> dict[str, float]:
+        """Counters of all engines, added up.  Waits for their answers."""
+        self._num_stats += 1
+        self._links.stats(number := self._num_stats)
+        answers = await self._stats.all(number)
+        totals = {name: sum(answer[name] for answer in answers) for name in answers[0]}
+        self._report.engines_counted(totals)
+        return totals
+
+    async def _compare_probe(self, version: int) -> None:
+        """Mismatch of engines and trainers on the same tokens at the same version.  Waits for their scores."""
+        *engines, trainer = (await self._scores.all(version))[: len(self._links.engines) + 1]
+        worst = {"probe/kl": 0.0, "probe/max_difference": 0.0, "probe/tokens": int(np.count_nonzero(trainer))}
+        for engine in engines:
+            difference = trainer.astype(np.float64) - engine
+            worst["probe/kl"] = max(worst["probe/kl"], float(np.mean(np.expm1(difference) - difference)))
+            worst["probe/max_difference"] = max(worst["probe/max_difference"], float(np.abs(difference).max()))
+        self._recorder.write("probe", version, worst)
+        self._report.probed(worst)
+
+    # ---- evaluation, checkpoints, intervals
+
+    async def _evaluate(self, concurrent: int) -> None:
+        """One evaluation from the version of now on.  Waits for its rollouts."""
+        version = self.policy.version
+        report, rollouts = await self.evals.run(f"eval_{version}", concurrent=concurrent)
+        values = eval_values(report)
+        self._recorder.write("eval", version, values)
+        self._report.evaluated(version, report, rollouts)
+        texts = [
+            {
+                "env": r.env,
+                "task_id": r.task_id,
+                "reward": r.reward,
+                "versions": r.version_runs(),
+                "error": r.error,
+                "text": self._decode(r.token_ids),
+            }
+            for r in rollouts
+        ]
+        content = {"version": version, **values, "rollouts": texts}
+        write_whole(self._run_dir.evals / f"eval_{version}.json", json.dumps(content, indent=1))
+
+    async def _evaluation_ended(self) -> None:
+        if self._evaluating is not None:
+            await self._evaluating
+
+    def _snapshot(self) -> tuple[dict[str, object], list[Rollout]]:
+        path, rollouts = saved_state.to_json(self.path.snapshot())
+        return {"path": path, "cursor": self._tasks.cursor}, rollouts
+
+    async def _checkpoint(self, version: int, words: dict[str, object], rollouts: list[Rollout]) -> None:
+        """Waits for the trainers' half, then adds this one."""
+        await self._saves.all(version)
+        await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts)
+
+    def _later(self, job: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Beside everything else; its failure is the run's."""
+        assert self._tasks_group is not None
+        return self._tasks_group.create_task(job)
+
+    def _interval_metrics(self) -> dict[str, Callable[[], float]]:
+        return {
+            "out_depth": lambda: self.dispatcher.output_depth,
+            "in_flight": lambda: self.dispatcher.in_flight,
+            "waiting": lambda: self.sink.num_waiting,
+            "capacity": self.gate.capacity,
+            "accepted": lambda: self.gate.accepted,
+            "running": lambda: self.gate.running,
+            "admitted": lambda: self.ledger.admitted,
+            "eval_in_flight": lambda: self.evals.in_flight,
+            "parked_s": lambda: self.hold.parked_s,
+        }
+
+    def _emit_interval(self, values: dict[str, float]) -> None:
+        self._recorder.write("interval", self.policy.version, values | self._report.engine_rates())
+        self._later(self._count_engines())
+
+
+def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """Whole sequences, [T] tokens each, until PROBE_TOKENS are scored; again from the first if they do not reach."""
+    sequences: list[np.ndarray] = []
+    num_scored = 0
+    for rollout in itertools.cycle([r for r in rollouts if len(r.token_ids) > 1]):
+        if num_scored >= PROBE_TOKENS:
+            break
+        sequences.append(rollout.token_ids)
+        num_scored += len(rollout.token_ids) - 1
+    return sequences
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The error that the others followed from."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

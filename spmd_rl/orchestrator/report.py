@@ -1,0 +1,283 @@
+"""What a person sees: a line a step, a table at the end, a summary on disk, and which stage was the bottleneck.
+
+Given the numbers of each step and the engines' counters.  Idle shares leave out filling and emptying the pipeline: the
+trainer's run from its first batch on, the engines' from the first admission until the last batch was formed.
+Knows nothing of queues or ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spmd_rl.bounds import Bound
+from spmd_rl.orchestrator.ages import AgeStats
+from spmd_rl.orchestrator.eval_sink import EvalReport
+from spmd_rl.types import Batch, Rollout
+
+ENDS = 5  # batches at either end of the run that reward_first and reward_last are the means of
+
+
+class SampledRewards:
+    """Rewards of all rollouts that ended, whether they were trained or filtered."""
+
+    def __init__(self) -> None:
+        self._rewards: list[float] = []
+        self._parts: dict[str, list[float]] = {}
+        self._last = 0.0
+
+    def add(self, rollout: Rollout) -> None:
+        if not rollout.failed:
+            self._rewards.append(rollout.reward)
+            for name, value in rollout.reward_parts.items():
+                self._parts.setdefault(f"{rollout.env}/{name}", []).append(value)
+
+    def take(self) -> dict[str, float]:
+        """Means since the last call; the last ones again where nothing has ended since."""
+        if self._rewards:
+            self._last = float(np.mean(self._rewards))
+        values = {"reward": self._last, "rollout/sampled": len(self._rewards)}
+        values |= {f"reward/{name}": float(np.mean(parts)) for name, parts in self._parts.items()}
+        self._rewards, self._parts = [], {}
+        return values
+
+
+def batch_metrics(batch: Batch, *, usable: Callable[[Rollout], bool], ages: AgeStats) -> dict[str, float]:
+    """What a batch says of itself; its ages are added to those of the run."""
+    own = AgeStats()
+    own.add(batch)
+    ages.merge(own)
+    good = [r for r in batch.rollouts if usable(r)]
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.mean(values)) if len(values) else 0.0
+
+    return {
+        **{f"age/{name}": value for name, value in own.summary().items()},
+        "reward_trained": mean([r.reward for r in good]),
+        "rollout/length": mean([r.num_trainable for r in good]),
+        "rollout/turns": mean([r.num_turns for r in good]),
+        "rollout/truncated": mean([r.finish_reason == "length" for r in batch.rollouts]),
+        "rollout/failed": mean([r.failed for r in batch.rollouts]),
+        "rollout/trainable_share": mean(batch.advantages != 0),
+    }
+
+
+class Report:
+    """Collects while the run goes on; `summary` and `table` when it ends."""
+
+    def __init__(
+        self,
+        *,
+        steps: int,
+        max_staleness: int,
+        bound: Bound,
+        num_engines: int,
+        decode: Callable[[np.ndarray], str],
+        say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.say = say
+        self.ages = AgeStats()
+        self.version = 0
+        self._steps, self._max_staleness, self._bound = steps, max_staleness, bound
+        self._num_engines, self._decode, self._clock = num_engines, decode, clock
+        self._started = clock()
+        self._step_times: list[float] = []
+        self._rewards: list[float] = []
+        self._waits: list[tuple[float, float]] = []  # (waited, worked) seconds of each batch
+        self._trained_tokens = 0.0
+        self._parked_s = 0.0
+        self._counters: list[tuple[float, dict[str, float]]] = []  # the two newest, with their times
+        self._window: list[tuple[float, dict[str, float]]] = []  # at the first admission, at the last batch
+        self._evals: list[tuple[int, EvalReport, list[Rollout]]] = []
+        self._probe: dict[str, float] = {}
+        self._worst_probe = 0.0
+
+    # ---- while it goes on
+
+    def engines_counted(self, totals: dict[str, float]) -> None:
+        self._counters = [*self._counters[-1:], (self._clock(), totals)]
+
+    def training_begins(self, totals: dict[str, float]) -> None:
+        self._window = [(self._clock(), totals)]
+        self._step_times = [self._clock()]
+
+    def last_batch_formed(self, totals: dict[str, float]) -> None:
+        self._window.append((self._clock(), totals))
+
+    def engine_rates(self) -> dict[str, float]:
+        """Between the two newest counts."""
+        if len(self._counters) < 2:
+            return {}
+        (before, old), (after, new) = self._counters
+        seconds = max(after - before, 1e-9)
+        busy = (new["busy_s"] - old["busy_s"]) / (seconds * self._num_engines)
+        return {
+            "engine/tokens_per_s": (new["tokens"] - old["tokens"]) / seconds,
+            "engine/idle": max(0.0, 1.0 - busy),
+            "engine/running": new["running"],
+            "engine/waiting": new["waiting"],
+        }
+
+    def step(self, version: int, values: dict[str, float]) -> None:
+        self.version = version
+        self._step_times.append(self._clock())
+        self._rewards.append(values["reward"])
+        self._waits.append((values["trainer/wait_s"], values["trainer/step_s"]))
+        self._trained_tokens += values["trainer/tokens"]
+        self._parked_s += values["time/parked_s"]
+        rates = self.engine_rates()
+        recent = self._step_times[-6:]
+        left_s = (recent[-1] - recent[0]) / max(1, len(recent) - 1) * (self._steps - version)
+        bound = "" if self._bound.age is None else f" (bound {self._bound.age})"
+        self.say(
+            f"step {version:>{len(str(self._steps))}}/{self._steps}  reward {values['reward']:.3f}  "
+            f"age mean {values['age/rollout_mean']:.2f} max {values['age/rollout_max']:.0f}{bound}  "
+            f"idle trainer {_share(self.trainer_idle)} engine {_share(rates.get('engine/idle'))}  "
+            f"tokens/s generated {rates.get('engine/tokens_per_s', 0):.0f} trained "
+            f"{values['trainer/tokens_per_s']:.0f}  left {_duration(left_s)}"
+        )
+
+    def evaluated(self, version: int, report: EvalReport, rollouts: list[Rollout]) -> None:
+        self._evals = [*self._evals[:1], (version, report, rollouts)]
+        for env, result in report.envs.items():
+            self.say(f"eval at version {version}: {env} reward {result.reward:.3f} over {result.num_tasks} tasks")
+
+    def probed(self, values: dict[str, float]) -> None:
+        self._probe = values
+        self._worst_probe = max(self._worst_probe, values["probe/kl"])
+
+    # ---- at the end
+
+    @property
+    def trainer_idle(self) -> float | None:
+        """Share of its time, from its first batch on, that the trainer waited for the next."""
+        waited = sum(wait for wait, _ in self._waits[1:])
+        worked = sum(work for _, work in self._waits)
+        return waited / (waited + worked) if worked else None
+
+    @property
+    def engine_idle(self) -> float | None:
+        """Share of their time, while there were batches to fill, that engines had nothing to do."""
+        if len(self._window) < 2:
+            return None
+        (begin, old), (end, new) = self._window
+        return max(0.0, 1.0 - (new["busy_s"] - old["busy_s"]) / (max(end - begin, 1e-9) * self._num_engines))
+
+    def bottleneck(self) -> tuple[str, str]:
+        """Which stage, and what to change: one knob at a time."""
+        return diagnose(self.trainer_idle, self.engine_idle, max_staleness=self._max_staleness)
+
+    def summary(self, status: str, ledger: dict[str, object], error: str = "") -> dict[str, object]:
+        """What summary.json holds."""
+        ages = self.ages.summary()
+        wall_s = self._clock() - self._started
+        stage, advice = self.bottleneck()
+        return {
+            "status": status,
+            "error": error,
+            "steps": len(self._rewards),
+            "version": self.version,
+            "reward_first": _mean(self._rewards[:ENDS]),
+            "reward_last": _mean(self._rewards[-ENDS:]),
+            "age_mean": ages["rollout_mean"],
+            "age_p99": ages["rollout_p99"],
+            "age_max": ages["rollout_max"],
+            "age_token_mean": ages["token_mean"],
+            "age_bound": self._bound.age,
+            "age_bound_line": self._bound.line,
+            "max_staleness": self._max_staleness,
+            "trainer_idle": self.trainer_idle,
+            "engine_idle": self.engine_idle,
+            "parked_s": self._parked_s,
+            "probe_kl_max": self._worst_probe if self._probe else None,
+            "tokens_trained": self._trained_tokens,
+            "eval_first": eval_values(self._evals[0][1]) if self._evals else None,
+            "eval_last": eval_values(self._evals[-1][1]) if self._evals else None,
+            "wall_s": wall_s,
+            "steps_per_minute": self._steps_per_minute(),
+            "bottleneck": stage,
+            "advice": advice,
+            "ledger": ledger,
+        }
+
+    def table(self, summary: dict[str, object], *, paths: dict[str, object]) -> str:
+        """The end of the run for a person."""
+
+        def number(value: object, form: str = ".3f") -> str:
+            return "-" if value is None else format(value, form)
+
+        bound = "none" if summary["age_bound"] is None else summary["age_bound"]
+        rows = {
+            "status": summary["status"],
+            "steps": f"{summary['steps']} in {_duration(summary['wall_s'])}, version {summary['version']}",
+            f"reward, first {ENDS} → last {ENDS}": (
+                f"{number(summary['reward_first'])} → {number(summary['reward_last'])}"
+            ),
+            "age mean / p99 / max": (
+                f"{summary['age_mean']:.2f} / {summary['age_p99']} / {summary['age_max']}   (S = "
+                f"{summary['max_staleness']}, bound {bound})"
+            ),
+            "idle trainer / engine": f"{_share(summary['trainer_idle'])} / {_share(summary['engine_idle'])}",
+            "mismatch KL, probe": number(summary["probe_kl_max"], ".1e"),
+            "bottleneck": f"{summary['bottleneck']}: {summary['advice']}",
+            **paths,
+        }
+        width = max(map(len, rows))
+        lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
+        for version, _, rollouts in self._evals if len(self._evals) > 1 else []:
+            lines.append(f"  example at version {version} (reward {rollouts[0].reward:g}):")
+            lines += [f"    {line}" for line in self._decode(rollouts[0].token_ids).strip().splitlines()]
+        return "\n".join(lines)
+
+    def _steps_per_minute(self) -> float | None:
+        if len(self._step_times) < 2:
+            return None
+        return 60.0 * (len(self._step_times) - 1) / max(self._step_times[-1] - self._step_times[0], 1e-9)
+
+
+def eval_values(report: EvalReport) -> dict[str, float]:
+    """The numbers of an evaluation by name."""
+    values: dict[str, float] = {}
+    for env, result in report.envs.items():
+        values |= {
+            f"eval/{env}/reward": result.reward,
+            f"eval/{env}/length": result.length,
+            f"eval/{env}/truncated": result.truncated,
+            f"eval/{env}/failed": result.failed,
+            f"eval/{env}/oldest_version": result.oldest_version,
+            f"eval/{env}/newest_version": result.newest_version,
+        }
+        values |= {f"eval/{env}/pass@{k}": value for k, value in result.pass_at.items()}
+    return values
+
+
+def diagnose(trainer_idle: float | None, engine_idle: float | None, *, max_staleness: int) -> tuple[str, str]:
+    """(stage, advice) from the idle shares of both sides."""
+    if trainer_idle is None or engine_idle is None:
+        return "unknown", "too few steps to tell"
+    if max_staleness == 0 and min(trainer_idle, engine_idle) > 0.1:
+        return "taking turns", "each side waits for the other: raise staleness.max_staleness to 1"
+    if max(trainer_idle, engine_idle) < 0.1:
+        return "none", "both sides are busy"
+    if trainer_idle > engine_idle:
+        return "generation", "the trainer waits: give inference more ranks, or shorten rollout.max_tokens"
+    return "trainer", "engines wait: give the trainer more ranks; more in flight would only age the data"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%"
+
+
+def _duration(seconds: float) -> str:
+    """Example: 75 → 1m15s."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

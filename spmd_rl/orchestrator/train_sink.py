@@ -1,0 +1,342 @@
+"""Finished groups in, batches of exactly B rollouts out.
+
+`add` judges a group: advantages over its usable members, then the filters.  A group that is kept waits for its batch;
+any other is given up whole.  A member that failed or is oversized is not usable: it trains nothing (advantage 0), but
+its slot is consumed with its group.  `next_batch(n)` forms batch n from the groups that come next under the order, or
+says None: not yet.  Batches are sorted by ticket.
+
+With a cap M enforced by waiting, batch n is formed only if afterwards, for every d >= n, the unconsumed slots due by d
+(oldest version + M; while running, admission version + M) number at most (d - n)·B; groups needed for that go first.
+With a cap enforced by dropping, `expire(n)` gives up what batch n could not take any more.
+
+Promises: every trained token is at most `bound.age` versions old, asserted at consumption with all numbers; B slots
+given up in a row count as an empty batch, and too many of those raise.
+Knows nothing of queues, engines, weights or the gate: whoever calls it tells the gate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmd_rl.bounds import Bound
+from spmd_rl.orchestrator.order import Order
+from spmd_rl.types import NO_VERSION, Batch, Group, GroupWork, Rollout
+
+KEPT = "kept"
+Filter = Callable[[Group, np.ndarray], bool]  # (group, usable [k] bool) -> True: give the group up
+
+
+def zero_spread(group: Group, usable: np.ndarray) -> bool:
+    """Equal rewards teach nothing; a single rollout has no spread to look at."""
+    rewards = [r.reward for r, use in zip(group.rollouts, usable, strict=True) if use]
+    return len(group.rollouts) > 1 and min(rewards) == max(rewards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expired:
+    """What batch n could no longer take."""
+
+    finished: list[Group]  # given up, already out of the sink
+    running: list[GroupWork]  # to be aborted; each still arrives at `add`, which gives it up
+
+
+class TrainSink:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        group_size: int,
+        advantages: Callable[[np.ndarray, np.ndarray], np.ndarray],  # rewards [k], usable [k] bool -> [k] float32
+        order: Order,
+        bound: Bound,
+        over_age: str = "wait",  # "wait" | "drop"; read where the bound has a cap
+        filters: Mapping[str, Filter] | None = None,  # reason -> filter; None = zero_spread, {} = none
+        max_rollout_tokens: int | None = None,  # longer rollouts are not usable
+        max_empty_batches: int | None = None,  # in a row, before `add` raises; None = never
+    ) -> None:
+        if batch_size % group_size:
+            raise ValueError(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}")
+        self.batch_size, self.group_size, self.bound = batch_size, group_size, bound
+        self.verdicts: Counter[str] = Counter()  # groups by verdict
+        self._advantages, self._order = advantages, order
+        self._filters = {"zero_spread": zero_spread} if filters is None else dict(filters)
+        self._max_rollout_tokens, self._max_empty_batches = max_rollout_tokens, max_empty_batches
+        self._wait = bound.cap is not None and over_age == "wait"
+        self._drop = bound.cap is not None and over_age == "drop"
+        self._running: dict[int, GroupWork] = {}  # by first ticket, in order of admission
+        self._finished: dict[int, tuple[Group, int]] = {}  # by first ticket: kept, with its oldest version
+        self._recorded: deque[Batch] = deque()  # batches of a resumed run, in their recorded composition
+        self._next_index: int | None = None
+        self._due: Counter[int] = Counter()  # unconsumed slots by deadline; kept where the cap waits
+        self._due_finished: Counter[int] = Counter()  # those of them that are finished
+        self._aborted: set[int] = set()  # first tickets of running groups that `expire` gave up
+        self._barren = _Barren()
+
+    @property
+    def num_waiting(self) -> int:
+        """Slots of kept groups that are in no batch yet."""
+        return len(self._finished) * self.group_size + len(self._recorded) * self.batch_size
+
+    @property
+    def may_form(self) -> bool:
+        """False where `next_batch` would surely say None."""
+        return bool(self._recorded) or len(self._finished) * self.group_size >= self.batch_size
+
+    def usable(self, rollout: Rollout) -> bool:
+        """Whether it has something to train."""
+        most = self._max_rollout_tokens
+        return not rollout.failed and rollout.num_trainable > 0 and (most is None or len(rollout.token_ids) <= most)
+
+    def admitted(self, work: GroupWork) -> None:
+        """A group was admitted (or is running again after a resume): in order of tickets."""
+        self._running[work.first_ticket] = work
+        self._order.admitted(work.first_ticket)
+        if self._wait:
+            self._due[work.version + self.bound.cap] += work.size
+
+    def add(self, group: Group) -> str:
+        """KEPT, or why the group is given up.  Sets its advantages."""
+        work = self._running.pop(group.first_ticket)
+        if self._wait:
+            self._due[work.version + self.bound.cap] -= work.size
+        usable = np.fromiter((self.usable(r) for r in group.rollouts), np.bool_, len(group.rollouts))
+        oldest = _oldest(group)
+        if oldest < work.version:
+            raise RuntimeError(
+                f"group {group.group_id} (tickets from {group.first_ticket}) was admitted at version {work.version} "
+                f"and sampled by version {oldest}: an engine started it too early"
+            )
+        verdict = self._judge(group, usable, oldest)
+        self.verdicts[verdict] += 1
+        if verdict == KEPT:
+            rewards = np.array([r.reward for r in group.rollouts], np.float64)
+            group.advantages = np.where(usable, self._advantages(rewards, usable), 0).astype(np.float32)
+            self._keep(group, oldest)
+        else:
+            self._order.gone(group.first_ticket)
+        if verdict != KEPT or not group.advantages.any():
+            if verdict != "over_age":
+                self._barren.add(group, verdict)
+                self._guard()
+        else:
+            self._barren = _Barren()
+        return verdict
+
+    def next_batch(self, index: int) -> Batch | None:
+        """Batch `index`, which trains version `index`; None while it cannot be formed yet."""
+        if self._next_index is not None and index != self._next_index:
+            raise RuntimeError(f"batch {index} asked for, batch {self._next_index} comes next")
+        if self._recorded:
+            batch = self._recorded.popleft()
+            if batch.index != index:
+                raise RuntimeError(f"batch {index} asked for, the resumed run recorded batch {batch.index}")
+        elif not self.may_form:
+            return None
+        else:
+            groups = self._choose(index)
+            if groups is None:
+                return None
+            for group in groups:
+                _, oldest = self._finished.pop(group.first_ticket)
+                if self._wait:
+                    self._due[oldest + self.bound.cap] -= self.group_size
+                    self._due_finished[oldest + self.bound.cap] -= self.group_size
+            groups.sort(key=lambda group: group.first_ticket)
+            batch = Batch(
+                index=index,
+                rollouts=[rollout for group in groups for rollout in group.rollouts],
+                advantages=np.concatenate([group.advantages for group in groups]),
+            )
+        self._assert_consumable(batch)
+        self._next_index = index + 1
+        return batch
+
+    def expire(self, index: int) -> Expired:
+        """Where the cap drops: give up what batch `index` may no longer take.  To be called whenever it rises."""
+        if not self._drop:
+            return Expired(finished=[], running=[])
+        oldest_allowed = index - self.bound.cap
+        finished = [group for group, oldest in self._finished.values() if oldest < oldest_allowed]
+        for group in finished:
+            del self._finished[group.first_ticket]
+            self._order.gone(group.first_ticket)
+            self.verdicts[KEPT] -= 1
+            self.verdicts["over_age"] += 1
+        running = []
+        for work in self._running.values():  # versions ascend with tickets
+            if work.version >= oldest_allowed:
+                break
+            if work.first_ticket not in self._aborted:
+                running.append(work)
+        self._aborted.update(work.first_ticket for work in running)
+        self._next_index = index
+        return Expired(finished=finished, running=running)
+
+    def clear(self) -> None:
+        """Forget the kept groups: the run is over."""
+        for first_ticket in self._finished:
+            self._order.gone(first_ticket)
+        self._finished.clear()
+        self._due.clear()
+        self._due_finished.clear()
+
+    def snapshot(self) -> tuple[list[Group], list[Batch]]:
+        """Kept groups in order of completion, and batches still in recorded form."""
+        return [group for group, _ in self._finished.values()], list(self._recorded)
+
+    def restore(
+        self,
+        *,
+        index: int,  # of the next batch = the version resumed
+        groups: Sequence[Group],  # kept before, with their advantages, in order of completion
+        batches: Sequence[Batch],  # formed before and untrained: index, index + 1, …
+        unfinished: Sequence[GroupWork],  # as the dispatcher will submit them again
+    ) -> None:
+        """Into a fresh sink.  Nothing is judged again, and ages count on."""
+        self._recorded.extend(sorted(batches, key=lambda batch: batch.index))
+        self._next_index = index
+        works = {work.first_ticket: work for work in unfinished}
+        for first_ticket in sorted([*works, *(group.first_ticket for group in groups)]):
+            if first_ticket in works:
+                self.admitted(works[first_ticket])
+            else:
+                self._order.admitted(first_ticket)
+        for group in groups:
+            if len(group.rollouts) != self.group_size:
+                raise RuntimeError(f"restored group of {len(group.rollouts)}, group_size = {self.group_size}")
+            self._keep(group, _oldest(group))
+
+    def _judge(self, group: Group, usable: np.ndarray, oldest: int) -> str:
+        late = self._drop and self._next_index is not None and oldest + self.bound.cap < self._next_index
+        if late or group.first_ticket in self._aborted:
+            self._aborted.discard(group.first_ticket)
+            return "over_age"
+        if usable.sum() < min(2, len(usable)):
+            num_failed = sum(r.failed for r in group.rollouts)
+            return (
+                "failed" if 2 * num_failed >= (~usable).sum() else "oversized" if self._long(group) else "untrainable"
+            )
+        return next((reason for reason, gives_up in self._filters.items() if gives_up(group, usable)), KEPT)
+
+    def _long(self, group: Group) -> bool:
+        most = self._max_rollout_tokens
+        return most is not None and any(len(r.token_ids) > most for r in group.rollouts)
+
+    def _keep(self, group: Group, oldest: int) -> None:
+        self._finished[group.first_ticket] = (group, oldest)
+        self._order.finished(group, oldest)
+        if self._wait:
+            self._due[oldest + self.bound.cap] += self.group_size
+            self._due_finished[oldest + self.bound.cap] += self.group_size
+
+    def _choose(self, index: int) -> list[Group] | None:
+        """B / G groups, still listed as finished, but gone from the order; None: not yet."""
+        num = self.batch_size // self.group_size
+        if not self._wait:
+            return self._order.take(num) if self._order.num_ready >= num else None
+        needs = self._needs(index)
+        if needs is None:
+            return None
+        if not needs:
+            return self._order.take(num) if self._order.num_ready >= num else None
+        chosen: dict[int, Group] = {}
+        preference = self._order.preference()
+        for deadline, must in needs:
+            for group in preference:
+                if len(chosen) * self.group_size >= must:
+                    break
+                if self._finished[group.first_ticket][1] + self.bound.cap <= deadline:
+                    chosen.setdefault(group.first_ticket, group)
+        for group in self._order.ready():
+            if len(chosen) == num:
+                break
+            chosen.setdefault(group.first_ticket, group)
+        if len(chosen) < num:
+            return None
+        for first_ticket in chosen:
+            self._order.gone(first_ticket)
+        return list(chosen.values())
+
+    def _needs(self, index: int) -> list[tuple[int, int]] | None:
+        """(deadline d, slots due by d that batch `index` must take), where that is any; None: they still run."""
+        needs, due, finished = [], 0, 0
+        for deadline in sorted(self._due):
+            if not self._due[deadline]:
+                del self._due[deadline]
+                self._due_finished.pop(deadline, None)
+                continue
+            due += self._due[deadline]
+            finished += self._due_finished[deadline]
+            must = due - max(0, deadline - index) * self.batch_size
+            if must > self.batch_size:
+                raise RuntimeError(
+                    f"{due} slots are due by batch {deadline}, of which batch {index} would have to take {must} > "
+                    f"B = {self.batch_size}; max_age = {self.bound.cap}, slots by deadline {dict(self._due)}"
+                )
+            if must > finished:
+                return None
+            if must > 0:
+                needs.append((deadline, must))
+        return needs
+
+    def _assert_consumable(self, batch: Batch) -> None:
+        if len(batch.rollouts) != self.batch_size or len(batch.advantages) != self.batch_size:
+            raise RuntimeError(f"batch {batch.index} has {len(batch.rollouts)} rollouts, B = {self.batch_size}")
+        most = self.bound.age
+        for rollout in batch.rollouts:
+            head = rollout.head
+            if head == NO_VERSION or rollout.failed:
+                continue
+            age = batch.index - head
+            if age < 0 or (most is not None and age > most):
+                raise RuntimeError(
+                    f"batch {batch.index} would train rollout {rollout.ticket} at age {age}, bound: {self.bound.line}; "
+                    f"head {head}, tail {rollout.tail}, admitted at version {rollout.admission_version}, finished at "
+                    f"{rollout.finished_version}, group {rollout.group_id}, B {self.batch_size}, G {self.group_size}, "
+                    f"slots waiting {self.num_waiting}, groups running {len(self._running)}"
+                )
+
+    def _guard(self) -> None:
+        most = self._max_empty_batches
+        if most is not None and self._barren.slots >= most * self.batch_size:
+            raise RuntimeError(f"{most} empty batches in a row, {self._barren}: check the environment and its reward")
+
+    @property
+    def empty_batches(self) -> int:
+        """Batches' worth of slots in a row of which nothing could be trained."""
+        return self._barren.slots // self.batch_size
+
+
+def _oldest(group: Group) -> int:
+    """Oldest version that sampled for the group; its admission version where none did."""
+    return min((r.head for r in group.rollouts if r.head != NO_VERSION), default=group.admission_version)
+
+
+class _Barren:
+    """What was given up since something could last be trained."""
+
+    def __init__(self) -> None:
+        self.slots, self._sum, self._sum_squares = 0, 0.0, 0.0
+        self._verdicts: Counter[str] = Counter()
+        self._error = ""
+
+    def add(self, group: Group, verdict: str) -> None:
+        self.slots += len(group.rollouts)
+        self._verdicts["zero_advantage" if verdict == KEPT else verdict] += 1
+        for rollout in group.rollouts:
+            self._sum += rollout.reward
+            self._sum_squares += rollout.reward**2
+            self._error = rollout.error or self._error
+
+    def __str__(self) -> str:
+        mean = self._sum / self.slots
+        spread = max(0.0, self._sum_squares / self.slots - mean**2) ** 0.5
+        groups = ", ".join(f"{count} {verdict}" for verdict, count in self._verdicts.most_common())
+        error = f"; last error: {self._error}" if self._error else ""
+        return f"{self.slots} rollouts in groups {groups}; reward mean {mean:.4g}, spread {spread:.4g}{error}"

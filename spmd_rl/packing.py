@@ -1,0 +1,157 @@
+"""Rollouts as a handful of flat arrays: the one form that travels, is logged and is restored.
+
+`pack` concatenates rollouts, `unpack` gives them back (as views), `save` and `load` write them as safetensors,
+readable without this package.  Knows nothing of ranks, queues or what the rollouts are for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from spmd_rl.types import Rollout
+
+PER_TOKEN = {"token_ids": np.int32, "loss_mask": np.bool_, "behavior_logprobs": np.float32, "versions": np.int32}
+PER_ROLLOUT = {
+    "ticket": np.int64,
+    "group_id": np.int64,
+    "sample": np.int32,
+    "reward": np.float64,
+    "num_turns": np.int32,
+    "num_wasted_tokens": np.int64,
+    "admission_version": np.int32,
+    "finished_version": np.int32,
+    "generation_s": np.float64,
+}
+WORDS = ("env", "task_id", "purpose", "finish_reason", "error", "reward_parts")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """n rollouts of T tokens in all; rollout i has the tokens cu_seqlens[i] … cu_seqlens[i + 1]."""
+
+    cu_seqlens: np.ndarray  # [n + 1] int64
+    token_ids: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] bool
+    behavior_logprobs: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int32
+    ticket: np.ndarray  # [n] int64
+    group_id: np.ndarray  # [n] int64
+    sample: np.ndarray  # [n] int32
+    reward: np.ndarray  # [n] float64
+    num_turns: np.ndarray  # [n] int32
+    num_wasted_tokens: np.ndarray  # [n] int64
+    admission_version: np.ndarray  # [n] int32
+    finished_version: np.ndarray  # [n] int32
+    generation_s: np.ndarray  # [n] float64, seconds
+    advantage: np.ndarray  # [n] float32, 0 where there is none
+    words: list[dict[str, object]]  # [n], the fields of WORDS
+
+    def __len__(self) -> int:
+        return len(self.ticket)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "words"}
+
+
+def pack(rollouts: Sequence[Rollout], advantages: np.ndarray | None = None) -> Packed:
+    """Concatenate rollouts in the order given; advantages are [n], one a rollout."""
+    lengths = [len(r.token_ids) for r in rollouts]
+    per_token = {
+        name: np.concatenate([getattr(r, name) for r in rollouts]) if rollouts else np.empty(0, dtype)
+        for name, dtype in PER_TOKEN.items()
+    }
+    per_rollout = {name: np.array([getattr(r, name) for r in rollouts], dtype) for name, dtype in PER_ROLLOUT.items()}
+    return Packed(
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int64),
+        advantage=np.zeros(len(rollouts), np.float32) if advantages is None else np.asarray(advantages, np.float32),
+        words=[{name: getattr(r, name) for name in WORDS} for r in rollouts],
+        **per_token,
+        **per_rollout,
+    )
+
+
+def unpack(packed: Packed) -> list[Rollout]:
+    """The rollouts again; their arrays are views into the packed ones."""
+    rollouts = []
+    for i, (words, a, b) in enumerate(zip(packed.words, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False)):
+        scalars = {name: getattr(packed, name)[i].item() for name in PER_ROLLOUT}
+        tokens = {name: getattr(packed, name)[a:b] for name in PER_TOKEN}
+        rollouts.append(Rollout(**scalars, **tokens, **words))
+    return rollouts
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray], words: list[dict[str, object]]) -> Packed:
+    """Build from received or loaded arrays; ValueError when they do not fit together."""
+    expected = {f.name for f in fields(Packed)} - {"words"}
+    if set(arrays) != expected:
+        raise ValueError(f"packed rollouts: arrays {sorted(set(arrays) ^ expected)} are missing or unknown")
+    packed = Packed(**arrays, words=words)
+    num, total = len(words), len(packed.token_ids)
+    cu_seqlens = packed.cu_seqlens
+    fits = (
+        all(len(arrays[name]) == num for name in (*PER_ROLLOUT, "advantage"))
+        and all(len(arrays[name]) == total for name in PER_TOKEN)
+        and len(cu_seqlens) == num + 1
+        and cu_seqlens[0] == 0
+        and cu_seqlens[-1] == total
+        and bool((np.diff(cu_seqlens) >= 0).all())
+    )
+    if not fits:
+        raise ValueError(f"packed rollouts: arrays of {num} rollouts and {total} tokens do not fit together")
+    return packed
+
+
+def save(packed: Packed, path: Path) -> None:
+    """Write `path` as safetensors, with the words as JSON in its metadata."""
+    from safetensors.numpy import save_file
+
+    save_file(
+        {k: np.ascontiguousarray(v) for k, v in packed.arrays().items()}, path, {"words": json.dumps(packed.words)}
+    )
+
+
+def load(path: Path) -> Packed:
+    """Read what `save` wrote; ValueError when it is something else."""
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        words = (file.metadata() or {}).get("words")
+        if words is None:
+            raise ValueError(f"{path}: not a file of packed rollouts")
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return from_arrays(arrays, json.loads(words))
+
+
+def split_evenly(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Indices in `num_parts` lists of near equal cost (longest first to the lightest part), each list ascending.
+
+    Example: costs 5 4 3 2 in two parts give [0, 3] and [1, 2].
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0.0] * num_parts
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        lightest = min(range(num_parts), key=loads.__getitem__)
+        parts[lightest].append(i)
+        loads[lightest] += costs[i]
+    return [sorted(part) for part in parts]
+
+
+def select(packed: Packed, indices: Sequence[int]) -> Packed:
+    """Some of the rollouts, in the order given."""
+    spans = [slice(packed.cu_seqlens[i], packed.cu_seqlens[i + 1]) for i in indices]
+    per_token = {
+        name: np.concatenate([getattr(packed, name)[span] for span in spans]) if spans else np.empty(0, dtype)
+        for name, dtype in PER_TOKEN.items()
+    }
+    rows = np.array(indices, np.int64)
+    return Packed(
+        cu_seqlens=np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
+        words=[packed.words[i] for i in indices],
+        **per_token,
+        **{name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, "advantage")},
+    )

@@ -1,0 +1,42 @@
+"""Metrics to metrics.jsonl (one JSON object a line) and to TensorBoard, under the same names.
+
+Every line has `kind` (step | interval | eval), `version` and `time` (seconds since the epoch).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class Recorder:
+    """Given paths; writes each record through at once, so that what is on disk is what happened."""
+
+    def __init__(self, *, metrics: Path, tensorboard: Path) -> None:
+        self._file = open(metrics, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
+        self._board = SummaryWriter(str(tensorboard), flush_secs=10)
+
+    def write(self, kind: str, version: int, values: Mapping[str, float]) -> None:
+        record = {"kind": kind, "version": version, "time": round(time.time(), 3)}
+        record |= {name: _plain(value) for name, value in values.items()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._board.add_scalar(name if kind != "interval" else f"interval/{name}", value, version)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no NaN or infinity; None stands for them."""
+    if isinstance(value, float):
+        return round(value, 9) if math.isfinite(value) else None
+    return value

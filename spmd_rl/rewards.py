@@ -1,0 +1,60 @@
+"""Rewards as pure functions of the reply and what is known about the task.
+
+A judge gives a float, 1.0 for right and 0.0 for wrong.  Several parts become one reward by `weighted_sum`; None says
+that a part does not apply to this task.  A NaN raises, and so may a judge: the caller drops that sample and counts
+it, since a reward that nobody measured must not be averaged.  Knows nothing of models, tokens or rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:\.\d+)?", re.ASCII)
+
+
+def numbers(text: str) -> list[Decimal]:
+    """The numbers written in a text: "1,234 - 5 is 1229.0." gives 1234, 5, 1229.0."""
+    return [Decimal(n) for n in _NUMBER.findall(_THOUSANDS.sub("", text.replace("\N{MINUS SIGN}", "-")))]
+
+
+def last_number_equals(reply: str, answer: int | float | str, *, tolerance: float = 0.0) -> float:
+    """1.0 if the last number of the reply is the answer: models end with it, after whatever else they say."""
+    found = numbers(reply)
+    return float(bool(found) and abs(found[-1] - Decimal(str(answer))) <= Decimal(str(tolerance)))
+
+
+def exact(reply: str, answer: str) -> float:
+    """1.0 if the reply is the answer, blanks around it aside."""
+    return float(reply.strip() == answer.strip())
+
+
+def contains_word(reply: str, word: str) -> float:
+    """1.0 if the word stands in the reply, with no letter or digit directly beside it."""
+    return float(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", reply) is not None)
+
+
+def share_of(reply: str, wanted: str, *, length: int) -> float:
+    """How much of a reply of `length` characters consists of the wanted ones: "aXe", "aeiou", 4 gives 0.5."""
+    return sum(character in wanted for character in reply) / length
+
+
+def weighted_sum(parts: Mapping[str, float | None], weights: Mapping[str, float] | None = None) -> float:
+    """The reward of named parts; weights default to 1, and a part that is None adds nothing."""
+    apply = applicable(parts)
+    if not apply:
+        raise ValueError(f"no part of the reward applies: {dict(parts)}")
+    for name, value in apply.items():
+        if math.isnan(value):
+            raise ValueError(f"reward part {name!r} is NaN")
+        if weights is not None and name not in weights:
+            raise ValueError(f"reward part {name!r} has no weight; weights: {dict(weights)}")
+    return sum(value * (1.0 if weights is None else weights[name]) for name, value in apply.items())
+
+
+def applicable(parts: Mapping[str, float | None]) -> dict[str, float]:
+    """The parts that apply, as floats: what is logged by name."""
+    return {name: float(value) for name, value in parts.items() if value is not None}

@@ -1,0 +1,99 @@
+"""The run directory: where everything that a run leaves behind lies.
+
+    config.toml  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  summary.json  abandoned/
+
+Knows the names and what a resume moves aside; not what is in the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths below one run directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def create(self) -> None:
+        """Make the directory and those of it that are written to from the start."""
+        for folder in (self.tensorboard, self.batches, self.evals, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def used(self) -> bool:
+        """A run has started here before."""
+        return self.metrics.exists()
+
+    def abandon_after(self, version: int) -> None:
+        """Move what lies beyond `version` to abandoned/<n>/: it is about to be made again under the same numbers."""
+        aside = self.path / "abandoned" / str(len(list(self.path.glob("abandoned/*"))))
+        late = [p for p in self.batches.iterdir() if _number(p) >= version]
+        late += [p for p in self.evals.iterdir() if _number(p) > version]
+        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["version"] <= version]
+        if not late and len(kept) == len(lines):
+            return
+        aside.mkdir(parents=True)
+        for path in late:
+            path.rename(aside / path.name)
+        (aside / "metrics.jsonl").write_text("".join(lines))
+        write_whole(self.metrics, "".join(kept))
+
+    def remove_old_checkpoints(self, keep_last: int) -> None:
+        for path in sorted(self.checkpoints.glob("step_*"), key=_number)[:-keep_last]:
+            shutil.rmtree(path)
+
+
+def _number(path: Path) -> int:
+    """Example: batches/step_12.json -> 12; -1 where there is none."""
+    match = re.search(r"_(\d+)", path.name)
+    return int(match[1]) if match else -1
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)

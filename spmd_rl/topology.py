@@ -1,0 +1,120 @@
+"""Who does what: ranks 0 … I-1 infer, ranks I … W-1 train.
+
+Pure arithmetic on rank numbers; refuses what cannot work before torch is imported.
+Knows nothing of processes, devices or groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """The split of one torchrun's ranks.
+
+    Example: 1 inference and 4 trainer ranks with dp_replicate = 2 give the trainer mesh [[1, 2], [3, 4]]
+    (rows = replicas, columns = shards); ranks 1 and 2 hold one whole copy together and are the senders of weights.
+    """
+
+    num_inference: int  # I
+    num_trainers: int  # T
+    dp_replicate: int = 1  # copies of the model among the trainers; each is sharded over T / dp_replicate ranks
+    engine_on_rank0: bool = True  # False = rank 0 only orchestrates and takes no device
+    engine_ranks_each: int = 1  # inference ranks that make one (tensor-parallel) engine
+
+    def __post_init__(self) -> None:
+        if self.num_inference < 1 or self.num_trainers < 1:
+            raise ValueError(
+                f"topology: {self.num_inference} inference and {self.num_trainers} trainer ranks; "
+                "each side needs at least 1"
+            )
+        if self.dp_replicate < 1 or self.num_trainers % self.dp_replicate:
+            raise ValueError(
+                f"topology: {self.num_trainers} trainer ranks cannot hold dp_replicate = {self.dp_replicate} equal "
+                "copies; choose a divisor of the number of trainer ranks"
+            )
+        if not self.engine_ranks:
+            raise ValueError("topology: engine_on_rank0 = false leaves no engine with 1 inference rank; use 2 or more")
+        if self.engine_ranks_each < 1 or len(self.engine_ranks) % self.engine_ranks_each:
+            raise ValueError(
+                f"topology: {len(self.engine_ranks)} ranks with an engine cannot be split into engines of "
+                f"{self.engine_ranks_each}; choose a divisor"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """W = I + T."""
+        return self.num_inference + self.num_trainers
+
+    @property
+    def inference_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.num_inference))
+
+    @property
+    def trainer_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.num_inference, self.world_size))
+
+    @property
+    def engine_ranks(self) -> tuple[int, ...]:
+        """Inference ranks that hold (a part of) an engine."""
+        return self.inference_ranks[0 if self.engine_on_rank0 else 1 :]
+
+    @property
+    def engines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each engine; the first of a row leads it."""
+        each = self.engine_ranks_each
+        return tuple(self.engine_ranks[start : start + each] for start in range(0, len(self.engine_ranks), each))
+
+    @property
+    def mesh(self) -> tuple[tuple[int, ...], ...]:
+        """Trainer ranks as [dp_replicate][dp_shard]."""
+        shards = self.num_trainers // self.dp_replicate
+        return tuple(self.trainer_ranks[row * shards : (row + 1) * shards] for row in range(self.dp_replicate))
+
+    @property
+    def sender_ranks(self) -> tuple[int, ...]:
+        """Trainer ranks that together hold one copy of the weights: dp_replicate index 0."""
+        return self.mesh[0]
+
+    def role(self, rank: int) -> str:
+        return "inference" if rank < self.num_inference else "trainer"
+
+    def takes_device(self, rank: int) -> bool:
+        """False only for an orchestrator without an engine."""
+        return rank in self.engine_ranks or rank in self.trainer_ranks
+
+    def device_slot(self, rank: int, local_rank: int) -> int:
+        """Index among the devices of its node: LOCAL_RANK, one less on rank 0's node where rank 0 takes none."""
+        on_first_node = rank == local_rank  # torchrun numbers the ranks of the first node first
+        return local_rank - (1 if on_first_node and not self.engine_on_rank0 else 0)
+
+
+def check_world_size(environment: Mapping[str, str], topology: Topology) -> None:
+    """Refuse a launch whose WORLD_SIZE is not I + T; for use before torch is imported."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in environment]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set: start with `torchrun --nproc-per-node={topology.world_size} -m spmd_rl …`"
+        )
+    world_size = int(environment["WORLD_SIZE"])
+    if world_size != topology.world_size:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size}, but topology asks for {topology.num_inference} inference + "
+            f"{topology.num_trainers} trainer = {topology.world_size} ranks: "
+            f"start {topology.world_size} processes or change [topology]"
+        )
+
+
+def check_batch(topology: Topology, *, batch_size: int, group_size: int) -> None:
+    """Refuse a batch that is not whole groups, or too small to give every trainer rank a rollout."""
+    if group_size < 1 or batch_size % group_size:
+        raise ValueError(
+            f"batch_size {batch_size} is not a multiple of group_size {group_size}: a batch is made of whole groups"
+        )
+    if batch_size < topology.num_trainers:
+        raise ValueError(
+            f"batch_size {batch_size} is smaller than the {topology.num_trainers} trainer ranks: "
+            "every trainer needs at least one rollout; raise batch_size or use fewer trainers"
+        )

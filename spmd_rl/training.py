@@ -1,0 +1,151 @@
+"""The trainer rank's life: batches in, optimizer steps, weights out.
+
+The main thread takes messages from rank 0 in the order in which they were sent, the same on all trainer ranks, so that
+their collectives meet.  Sending weights overlaps what comes next.  Knows nothing of gates, queues or environments.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from spmd_rl import checkpoint, packing
+from spmd_rl.config import Config
+from spmd_rl.liveness import Liveness
+from spmd_rl.losses import LOSSES
+from spmd_rl.model import build, engine_dtype
+from spmd_rl.run_dir import RunDir
+from spmd_rl.trainer.trainer import Trainer
+from spmd_rl.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.weight_layout import manifest
+from spmd_rl.weight_sync import WeightSender
+from spmd_rl.world import World
+
+
+class TrainerRank:
+    """One rank's share of the trainer.  All trainer ranks call its methods together."""
+
+    def __init__(self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, outbox: Outbox) -> None:
+        settings = config.trainer
+        self._world, self._config, self._run_dir, self._live, self._outbox = world, config, run_dir, live, outbox
+        self.version = 0
+        self._probe: list[np.ndarray] = []
+        live.progress("loading the model")
+        self._trainer = Trainer(
+            model=build(config.model.path, device=world.device, dtype=torch.float32, weights=True),
+            mesh=world.mesh,
+            group=world.train,
+            device=world.device,
+            loss=LOSSES[settings.loss](
+                clip_low=settings.clip_low, clip_high=settings.clip_high, importance_cap=settings.importance_cap
+            ),
+            learning_rate=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            warmup_steps=settings.warmup_steps,
+            grad_clip=settings.grad_clip,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            temperature=config.rollout.temperature,
+            activation_checkpointing=settings.activation_checkpointing,
+        )
+        self._sender = self._make_sender() if world.rank in world.sender_ranks else None
+
+    def restore(self, version: int, folder: Path) -> None:
+        """Weights and optimizer of the checkpoint at `version`."""
+        state = self._trainer.state_dict()
+        checkpoint.load_trainer(state, folder / "trainer", self._world.ckpt)
+        self._trainer.load_state_dict(state)
+        self.version = version
+
+    def publish(self) -> float:
+        """Send the weights of this version; the seconds that the trainer was held."""
+        self._live.progress(f"publishing weights {self.version}")
+        return self._sender.publish(self.version) if self._sender else 0.0
+
+    def handle(self, message: Message, waited_s: float) -> None:
+        """What rank 0 asks for, but STOP."""
+        match message.kind:
+            case Kind.PROBE:
+                self._probe = np.split(message.arrays["token_ids"], message.arrays["cu_seqlens"][1:-1])
+            case Kind.BATCH:
+                self._train(message, waited_s)
+
+    def finish(self, *, export: bool) -> None:
+        """The last checkpoint, and the model as a Hugging Face folder; then the engines learn that this is the end."""
+        self._save(final=True)
+        if export:
+            self._live.progress("exporting the model")
+            self._trainer.export(self._run_dir.model, Path(self._config.model.path))
+        if self._sender:
+            self._sender.close()
+
+    def _train(self, message: Message, waited_s: float) -> None:
+        """One batch: step, publish, tell rank 0; then what may come after a step."""
+        index = message.words["index"]
+        if index != self.version:
+            raise RuntimeError(f"batch {index} arrived at version {self.version}")
+        self._live.progress(f"training batch {index}")
+        start = time.monotonic()
+        share = packing.from_arrays(message.arrays, message.words["words"])
+        metrics = {f"trainer/{name}": value for name, value in self._trainer.step(share, index).items()}
+        self.version += 1
+        metrics["trainer/hold_s"] = self.publish()
+        metrics["trainer/step_s"] = time.monotonic() - start
+        metrics["trainer/wait_s"] = waited_s
+        self._reply(Kind.STEP, metrics=metrics)
+        if message.words["save"]:
+            self._save(final=False)
+        if self._probe and self.version % self._config.run.probe_every == 0:
+            self._live.progress(f"scoring the probe at version {self.version}")
+            scores = np.concatenate([self._trainer.score(sequence) for sequence in self._probe])
+            self._outbox.put(Message(Kind.PROBED, {"version": self.version}, {"logprobs": scores}))
+
+    def _save(self, *, final: bool) -> None:
+        self._live.progress(f"saving version {self.version}")
+        folder = checkpoint.aside(self._run_dir.checkpoints, self.version) / "trainer"
+        checkpoint.save_trainer(self._trainer.state_dict(), folder, self._world.ckpt)
+        self._reply(Kind.SAVED, final=final)
+
+    def _reply(self, kind: Kind, **words: object) -> None:
+        self._outbox.put(Message(kind, {"version": self.version, **words}))
+
+    def _make_sender(self) -> WeightSender:
+        world, parameters = self._world, self._trainer.named_parameters()
+        return WeightSender(
+            parameters=parameters,
+            specs=manifest(parameters, dtype=engine_dtype(self._config.model.dtype, world.device)),
+            index=world.sender_ranks.index(world.rank),
+            num_senders=len(world.sender_ranks),
+            meta_group=world.wts_meta[world.rank],
+            payload_group=world.wts[world.rank],
+            failed=self._live.failed,
+        )
+
+
+def run_trainer(
+    world: World, config: Config, run_dir: RunDir, live: Liveness, version: int, restored: Path | None
+) -> None:
+    """Until rank 0 says stop.  Starts with `version`, of the checkpoint in `restored` where there is one."""
+    messages: queue.Queue[Message] = queue.Queue()
+    outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
+    inbox = Inbox(peer=0, group=world.ctl, deliver=messages.put, failed=live.lost)
+    rank = TrainerRank(world=world, config=config, run_dir=run_dir, live=live, outbox=outbox)
+    if restored:
+        rank.restore(version, restored)
+    rank.publish()
+    while True:
+        live.progress("waiting for a batch")
+        start = time.monotonic()
+        message = messages.get()
+        if message.kind == Kind.STOP:
+            break
+        rank.handle(message, time.monotonic() - start)
+    rank.finish(export=message.words["export"])
+    live.progress("ending")
+    outbox.put(Message(Kind.STOP))
+    outbox.close(timeout_s=config.run.shutdown_s)
+    inbox.join(timeout_s=config.run.shutdown_s)

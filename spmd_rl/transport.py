@@ -1,0 +1,291 @@
+"""Messages between two ranks: a fixed header, then one buffer of plain bytes; nothing is ever unpickled.
+
+    int64[16]  magic, schema, kind, sequence number, payload bytes, bytes of the JSON block, 0 …
+    uint8[N]   JSON block {"words": {…}, "arrays": [[name, dtype, shape], …]}, then the arrays, each aligned to 8 bytes
+
+gloo blocks a sender until its peer receives and a receiver until data comes, and a wait that times out kills the group.
+So one thread owns one (peer, direction): an `Outbox` sends what is put into its bounded queue, an `Inbox` hands each
+message to a callable. Whatever goes wrong in such a thread ends in a call of `failed(peer, error)`, once.
+Knows nothing of rollouts, batches or who listens.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+MAGIC = 0x53504D445F524C31  # "SPMD_RL1"
+SCHEMA = 1
+HEADER_LENGTH = 16
+MAX_PAYLOAD_BYTES = 1 << 33
+_ALIGN = 8
+
+JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+Failed = Callable[[int, Exception], None]  # (peer, error)
+
+
+class MalformedMessage(RuntimeError):
+    """What came is not what an `Outbox` sends."""
+
+
+class PeerLost(RuntimeError):
+    """The peer no longer takes messages."""
+
+
+class Kind(IntEnum):
+    WORK = 1
+    CANCEL = 2
+    ROLLOUT = 3
+    BATCH = 4
+    STEP = 5
+    LOADED = 6
+    PROBE = 7
+    PROBED = 8
+    STATS = 9
+    SAVED = 10
+    ERROR = 11
+    STOP = 12  # the last message of a direction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """What is sent and what comes; the arrays of a received message are views on one buffer."""
+
+    kind: Kind
+    words: dict[str, JSON] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)  # bool, integer, float or complex
+    peer: int = -1  # the rank that it came from
+
+
+def encode(
+    message: Message,
+    *,
+    sequence: int = 0,
+    buffer: np.ndarray | None = None,  # [>= N] uint8, used for the payload if it is long enough
+) -> tuple[np.ndarray, np.ndarray]:  # int64[16], uint8[N]
+    """The wire form of a message; an array that is not of plain numbers is refused by name."""
+    arrays = {name: _little_endian(name, array) for name, array in message.arrays.items()}
+    table = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+    block = json.dumps({"words": message.words, "arrays": table}, separators=(",", ":")).encode()
+    num_bytes = _aligned(len(block)) + sum(_aligned(array.nbytes) for array in arrays.values())
+    payload = buffer if buffer is not None and len(buffer) >= num_bytes else np.empty(num_bytes, np.uint8)
+    payload = payload[:num_bytes]
+    start = _write(payload, 0, np.frombuffer(block, np.uint8))
+    for array in arrays.values():
+        start = _write(payload, start, array)
+    header = np.zeros(HEADER_LENGTH, np.int64)
+    header[:6] = MAGIC, SCHEMA, message.kind, sequence, num_bytes, len(block)
+    return header, payload
+
+
+def payload_bytes(header: np.ndarray, *, sequence: int) -> int:
+    """Size of the payload that follows this header; raises if it is not the header expected next."""
+    magic, schema, kind, number, num_bytes, block_bytes = (int(value) for value in header[:6])
+    if len(header) != HEADER_LENGTH or magic != MAGIC:
+        raise MalformedMessage(f"header begins with {magic:#x}, expected {MAGIC:#x}")
+    if schema != SCHEMA:
+        raise MalformedMessage(f"message schema {schema}, this is {SCHEMA}: do all ranks run the same code?")
+    if kind not in Kind.__members__.values():
+        raise MalformedMessage(f"message kind {kind} is unknown")
+    if number != sequence:
+        raise MalformedMessage(f"message number {number}, expected {sequence}: one was lost or repeated")
+    if not 0 < block_bytes <= num_bytes <= MAX_PAYLOAD_BYTES:
+        raise MalformedMessage(f"message of {num_bytes} bytes with a JSON block of {block_bytes} bytes")
+    return num_bytes
+
+
+def decode(header: np.ndarray, payload: np.ndarray, *, peer: int = -1, sequence: int = 0) -> Message:
+    """The message of a header and its payload; its arrays are views on the payload."""
+    if payload_bytes(header, sequence=sequence) != len(payload):
+        raise MalformedMessage(f"payload of {len(payload)} bytes, the header says {int(header[4])}")
+    block_bytes = int(header[5])
+    try:
+        block = json.loads(payload[:block_bytes].tobytes())
+        words, table = (
+            dict(block["words"]),
+            [(str(name), np.dtype(dtype), shape) for name, dtype, shape in block["arrays"]],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedMessage(f"JSON block of a {Kind(int(header[2])).name} message: {error}") from error
+    arrays = {}
+    start = _aligned(block_bytes)
+    for name, dtype, shape in table:
+        if dtype.kind not in "biufc" or not all(isinstance(length, int) and length >= 0 for length in shape):
+            raise MalformedMessage(f"array {name!r} of type {dtype} and shape {shape}")
+        num_bytes = dtype.itemsize
+        for length in shape:
+            num_bytes *= length
+        if start + num_bytes > len(payload):
+            raise MalformedMessage(f"array {name!r} ends at byte {start + num_bytes} of {len(payload)}")
+        arrays[name] = payload[start : start + num_bytes].view(dtype).reshape(shape)
+        start += _aligned(num_bytes)
+    return Message(Kind(int(header[2])), words, arrays, peer)
+
+
+class Outbox:
+    """Sends messages to one peer from a thread of its own, in the order in which they were put.
+
+    A message belongs to the outbox once it is put: its arrays are read later.
+    """
+
+    def __init__(self, peer: int, group: ProcessGroup, *, failed: Failed, depth: int = 64) -> None:
+        self.peer = peer
+        self.num_bytes_sent = 0
+        self._group = group
+        self._failed = failed
+        self._queue: queue.Queue[Message | None] = queue.Queue(depth)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"outbox to rank {peer}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Waits for room in the queue; unblocked by the sender thread, also when the peer is lost."""
+        self._check()
+        self._queue.put(message)
+
+    def try_put(self, message: Message) -> bool:
+        """False if the queue is full: the peer is behind."""
+        self._check()
+        try:
+            self._queue.put_nowait(message)
+        except queue.Full:
+            return False
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        """Messages in the queue, the one being sent not counted."""
+        return self._queue.qsize()
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Send what is queued and end the thread; raises if the peer does not take it in time."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+        except queue.Full:
+            pass  # named below: the thread is alive
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"rank {self.peer} took nothing for {timeout_s:.0f} s, {self.num_waiting} messages unsent"
+            )
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise PeerLost(f"rank {self.peer} takes no more messages: {self._error}")
+
+    def _run(self) -> None:
+        try:
+            self._send_all()
+        except Exception as error:
+            self._error = error
+            self._failed(self.peer, error)
+            while self._queue.get() is not None:  # frees whoever waits in put
+                pass
+
+    def _send_all(self) -> None:
+        buffer = np.empty(0, np.uint8)
+        sequence = 0
+        while (message := self._queue.get()) is not None:
+            header, payload = encode(message, sequence=sequence, buffer=buffer)
+            del message
+            if len(payload) > len(buffer):
+                buffer = np.empty(_capacity(len(payload)), np.uint8)
+            dist.send(torch.from_numpy(header), self.peer, group=self._group)
+            dist.send(torch.from_numpy(payload), self.peer, group=self._group)
+            self.num_bytes_sent += header.nbytes + payload.nbytes
+            sequence += 1
+
+
+class Inbox:
+    """Receives from one peer in a thread of its own and hands each message to `deliver`, until STOP (delivered too).
+
+    While `deliver` blocks nothing more is taken from the peer: that is the back-pressure.
+    """
+
+    def __init__(self, peer: int, group: ProcessGroup, *, deliver: Callable[[Message], None], failed: Failed) -> None:
+        self.peer = peer
+        self.num_bytes_received = 0
+        self._group = group
+        self._deliver = deliver
+        self._failed = failed
+        self._buffers = _Buffers()
+        self._thread = threading.Thread(target=self._run, name=f"inbox from rank {peer}", daemon=True)
+        self._thread.start()
+
+    def join(self, *, timeout_s: float = 10.0) -> None:
+        """Wait until the peer has said STOP, or was lost; raises if it does neither in time."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"rank {self.peer} did not say STOP within {timeout_s:.0f} s")
+
+    def _run(self) -> None:
+        try:
+            sequence = 0
+            while self._receive_one(sequence) != Kind.STOP:
+                sequence += 1
+        except Exception as error:
+            self._failed(self.peer, error)
+
+    def _receive_one(self, sequence: int) -> Kind:
+        header = np.empty(HEADER_LENGTH, np.int64)
+        dist.recv(torch.from_numpy(header), self.peer, group=self._group)
+        payload = self._buffers.take(payload_bytes(header, sequence=sequence))
+        dist.recv(torch.from_numpy(payload), self.peer, group=self._group)
+        self.num_bytes_received += header.nbytes + payload.nbytes
+        message = decode(header, payload, peer=self.peer, sequence=sequence)
+        self._deliver(message)
+        return message.kind
+
+
+class _Buffers:
+    """Receive buffers used again once nobody holds a view on them: pages touched once are as fast as a copy.
+
+    numpy gives every view the owner of its memory as base, so the owner's reference count says whether views are left.
+    """
+
+    def __init__(self, *, keep: int = 4) -> None:
+        self._keep = keep
+        self._owners: list[np.ndarray] = []
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """[num_bytes] uint8 that nobody else uses."""
+        for index in range(len(self._owners)):
+            if len(self._owners[index]) >= num_bytes and sys.getrefcount(self._owners[index]) == 2:
+                return self._owners[index][:num_bytes]
+        owner = np.empty(_capacity(num_bytes), np.uint8)
+        self._owners = [*self._owners[-self._keep + 1 :], owner]
+        return owner[:num_bytes]
+
+
+def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
+    array = np.asarray(array)
+    if array.dtype.kind not in "biufc":
+        raise TypeError(f"array {name!r} has type {array.dtype}; only bool, integer, float and complex arrays travel")
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
+
+
+def _write(payload: np.ndarray, start: int, array: np.ndarray) -> int:
+    if array.nbytes:
+        payload[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    end = start + _aligned(array.nbytes)
+    payload[start + array.nbytes : end] = 0
+    return end
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+def _capacity(num_bytes: int) -> int:
+    """A power of two, so that messages of about one size share buffers."""
+    return 1 << max(12, (num_bytes - 1).bit_length())

@@ -1,0 +1,189 @@
+"""The words: plain data that travels between the parts.
+
+Imports nothing of ours and no torch.  Arrays are numpy, one row per token unless a shape says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+NO_VERSION = -1  # versions[i] where the live policy did not sample the token (prompt, tool output, replay)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How one completion is sampled."""
+
+    max_tokens: int  # at most this many new tokens
+    temperature: float = 1.0  # 0 = greedy (the log-prob is then that of temperature 1)
+    top_p: float = 1.0  # 1 = off
+    top_k: int = 0  # 0 = off
+    stop_ids: tuple[int, ...] = ()  # a sampled stop id is kept as the last token, with its log-prob
+    seed: int = 0  # equal seed, prompt and weights give equal tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What an engine returns for one prompt."""
+
+    token_ids: np.ndarray  # [N] int32, sampled tokens
+    logprobs: np.ndarray  # [N] float32, of each token, temperature-scaled, before top-p and top-k
+    versions: np.ndarray  # [N] int32, version of the weights that computed each token's distribution
+    finish_reason: str  # "stop" | "length" | "cancelled"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One prompt of one environment; `data` is JSON that only the environment reads."""
+
+    env: str  # name of the environment in the config
+    task_id: str  # unique within the environment
+    data: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupWork:
+    """An admitted group, or one evaluation task: what is sent to an inference rank.
+
+    Its rollouts have the tickets first_ticket … first_ticket + size - 1 and the samples 0 … size - 1.
+    Evaluation work numbers its "tickets" on its own and never enters the gate or the ledger.
+    """
+
+    group_id: int
+    first_ticket: int
+    size: int
+    task: Task
+    version: int  # policy version at admission; an engine older than this must not start it
+    purpose: str = "train"  # "train" | "eval"
+
+    @property
+    def tickets(self) -> range:
+        return range(self.first_ticket, self.first_ticket + self.size)
+
+
+class Cancelled(asyncio.CancelledError):
+    """A cancelled generation, once the engine has let go of it: `tokens` were sampled for nothing."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+
+def _empty(dtype: type) -> np.ndarray:
+    return np.empty(0, dtype)
+
+
+@dataclass(kw_only=True, eq=False)
+class Rollout:
+    """One sampled trajectory, possibly of many turns; the unit of the gate, of S·B and of the ledger.
+
+    The four per-token arrays grow only by `append`, so that their lengths cannot disagree.
+    """
+
+    env: str
+    task_id: str
+    group_id: int = 0
+    sample: int = 0  # index within the group
+    ticket: int = 0
+    purpose: str = "train"  # "train" | "eval"
+    token_ids: np.ndarray = field(default_factory=lambda: _empty(np.int32))  # [T] int32
+    loss_mask: np.ndarray = field(default_factory=lambda: _empty(np.bool_))  # [T] bool, True = trained on
+    behavior_logprobs: np.ndarray = field(default_factory=lambda: _empty(np.float32))  # [T] float32, 0 off the mask
+    versions: np.ndarray = field(default_factory=lambda: _empty(np.int32))  # [T] int32, NO_VERSION off the mask
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    finish_reason: str = ""  # "stop" | "length" | "env" | "error"
+    error: str = ""  # the exception of a rollout that failed, in one line
+    num_turns: int = 0
+    num_wasted_tokens: int = 0  # sampled in attempts that were thrown away
+    admission_version: int = NO_VERSION  # policy version when its group was admitted
+    finished_version: int = NO_VERSION  # policy version when it reached the orchestrator
+    generation_s: float = 0.0  # seconds from the start of the episode to its end
+
+    def append(
+        self,
+        token_ids: np.ndarray,  # [N] ints
+        logprobs: np.ndarray | None = None,  # [N] floats; None = not sampled by the policy, so not trained on
+        versions: np.ndarray | None = None,  # [N] ints; None = NO_VERSION
+    ) -> None:
+        """Add tokens to all four arrays at once; tokens with log-probs are under the loss mask."""
+        num = len(token_ids)
+        if (logprobs is not None and len(logprobs) != num) or (versions is not None and len(versions) != num):
+            raise ValueError(f"append of {num} tokens with log-probs and versions of other lengths")
+        sampled = logprobs is not None
+        new = (
+            np.asarray(token_ids, np.int32),
+            np.full(num, sampled, np.bool_),
+            np.asarray(logprobs, np.float32) if sampled else np.zeros(num, np.float32),
+            np.full(num, NO_VERSION, np.int32) if versions is None else np.asarray(versions, np.int32),
+        )
+        for name, rows in zip(("token_ids", "loss_mask", "behavior_logprobs", "versions"), new, strict=True):
+            setattr(self, name, np.concatenate([getattr(self, name), rows]))
+        for name in ("head", "tail", "num_trainable"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def failed(self) -> bool:
+        return self.finish_reason == "error"
+
+    @cached_property
+    def num_trainable(self) -> int:
+        """Tokens under the loss mask."""
+        return int(self.loss_mask.sum())
+
+    @cached_property
+    def head(self) -> int:
+        """Oldest version over the loss-masked tokens; NO_VERSION where the live policy sampled none."""
+        live = self._live_versions()
+        return int(live.min()) if len(live) else NO_VERSION
+
+    @cached_property
+    def tail(self) -> int:
+        """Newest version over the loss-masked tokens; NO_VERSION where the live policy sampled none."""
+        live = self._live_versions()
+        return int(live.max()) if len(live) else NO_VERSION
+
+    def version_runs(self) -> list[tuple[int, int]]:
+        """Run-length encoding (version, count) over the loss-masked tokens.
+
+        Example: versions 3 3 5 5 5 give [(3, 2), (5, 3)].
+        """
+        versions = self.versions[self.loss_mask]
+        if len(versions) == 0:
+            return []
+        starts = np.flatnonzero(np.r_[True, versions[1:] != versions[:-1]])
+        counts = np.diff(np.r_[starts, len(versions)])
+        return [(int(versions[s]), int(c)) for s, c in zip(starts, counts, strict=True)]
+
+    def _live_versions(self) -> np.ndarray:
+        versions = self.versions[self.loss_mask]
+        return versions[versions != NO_VERSION]
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Group:
+    """The finished rollouts of one prompt: all members of a group, in order of sample."""
+
+    group_id: int
+    first_ticket: int
+    admission_version: int
+    rollouts: list[Rollout]
+    advantages: np.ndarray | None = None  # [size] float32, set by the train sink
+
+    @property
+    def tickets(self) -> range:
+        return range(self.first_ticket, self.first_ticket + len(self.rollouts))
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Batch:
+    """Exactly B rollouts, sorted by ticket: what the trainer takes one optimizer step on."""
+
+    index: int  # n, the version that is trained; the step makes version n + 1
+    rollouts: list[Rollout]
+    advantages: np.ndarray  # [B] float32

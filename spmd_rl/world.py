@@ -1,0 +1,290 @@
+"""The world of one torchrun: a rank becomes a role, a device and its process groups, here and nowhere else.
+
+`join` is called once by every rank and builds every group of the job in one order, before any engine exists: an engine
+may swap the default group, after which new groups would no longer meet.  After it, every call names its group.
+
+    group          members                         backend         carries
+    ctl            all ranks                       gloo            control messages, rollouts, batches
+    bar            all ranks                       gloo            the last barrier of `leave`, nothing else
+    ckpt           trainers                        gloo            checkpoints
+    mesh, train    trainers                        NCCL or gloo    FSDP2; sums over all trainers
+    wts_meta[t]    sender t + ranks with an engine gloo            header of each weight sync
+    wts[t]         sender t + ranks with an engine NCCL or gloo    weights
+    engine_group   the ranks of one engine         NCCL + gloo     what the engine does inside
+
+NCCL is used where it exists and the members of a group sit on distinct devices; it refuses two ranks on one device,
+so there the payload goes over gloo, on GPUs through pinned host memory.  Groups that may idle have timeouts of days:
+who watches for dead or hung ranks is liveness.py.  Knows nothing of what the roles do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from spmd_rl.topology import Topology, check_world_size
+
+_IDLE = timedelta(days=30)
+_COLLECTIVE = timedelta(minutes=60)  # trainers wait for each other at most this long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank sits."""
+
+    host: str
+    device: str  # unique on the host; "cpu" where the rank has no accelerator
+    name: str  # as torch calls it there: "cpu", "cuda:1"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class World:
+    """What one rank knows of the job; groups it is no member of are None or not in the dict."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    role: str  # "inference" | "trainer"
+    inference_ranks: tuple[int, ...]
+    trainer_ranks: tuple[int, ...]
+    engine_ranks: tuple[int, ...]  # inference ranks that hold (a part of) an engine
+    sender_ranks: tuple[int, ...]  # trainer ranks that together hold one copy of the weights, in order of shards
+    topology: Topology
+    device: torch.device
+    places: tuple[Place, ...]  # [W]
+    generation: int  # 1 at the first start, one more after every restart of the world
+    store: Store  # of this generation; a thread uses its own store.clone()
+    ctl: ProcessGroup
+    bar: ProcessGroup
+    ckpt: ProcessGroup | None
+    train: ProcessGroup | None
+    mesh: DeviceMesh | None  # dims ("dp_replicate", "dp_shard")
+    wts_meta: dict[int, ProcessGroup]  # by sender rank
+    wts: dict[int, ProcessGroup]
+    engine_group: ProcessGroup | None
+    backends: dict[str, str]  # "train" | "weights" | "engine" → "gloo" | "nccl" | …
+
+    @property
+    def leads(self) -> bool:
+        """The one rank that orchestrates."""
+        return self.rank == 0
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Every other rank."""
+        return tuple(rank for rank in range(self.world_size) if rank != self.rank)
+
+    def describe(self) -> str:
+        """The start line: who is where and what moves how."""
+        hosts = sorted({place.host for place in self.places})
+        shards = len(self.sender_ranks)
+        sharing = _shared_devices(self.places, self.engine_ranks + self.trainer_ranks)
+        weights = self.backends["weights"]
+        if weights == "gloo" and any(place.name != "cpu" for place in self.places):
+            weights = "gloo through pinned host memory"
+        parts = [
+            f"{self.world_size} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}",
+            f"inference {_span(self.inference_ranks)} (engine on {_span(self.engine_ranks)})",
+            f"trainers {_span(self.trainer_ranks)} (dp_replicate {len(self.trainer_ranks) // shards} x dp_shard "
+            f"{shards})",
+            "devices " + " ".join(place.name for place in self.places),
+            f"trainer mesh {self.backends['train']}, weights {weights}, control gloo",
+        ]
+        if sharing:
+            parts.append(f"ranks on one device: {'; '.join(_span(ranks) for ranks in sharing)}")
+        if self.generation > 1:
+            parts.append(f"start number {self.generation}")
+        return ", ".join(parts)
+
+
+def join(
+    *,
+    num_inference: int,
+    num_trainers: int,
+    dp_replicate: int = 1,
+    engine_on_rank0: bool = True,
+    engine_ranks_each: int = 1,
+    start_timeout_s: float = 300.0,  # how long ranks wait for each other until the last group is made
+) -> World:
+    """Meet all ranks, choose the device, build all groups. Every rank calls it once, with equal arguments."""
+    topology = Topology(
+        num_inference=num_inference,
+        num_trainers=num_trainers,
+        dp_replicate=dp_replicate,
+        engine_on_rank0=engine_on_rank0,
+        engine_ranks_each=engine_ranks_each,
+    )
+    check_world_size(os.environ, topology)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    start_timeout = timedelta(seconds=start_timeout_s)
+    raw_store, rank, world_size = next(rendezvous("env://", timeout=start_timeout))
+    generation = _meet(raw_store, rank, world_size)
+    store = dist.PrefixStore(f"spmd_rl/{generation}", raw_store)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size, timeout=start_timeout
+    )
+    device, place = _choose_device(topology, rank, local_rank)
+    places = _exchange(store, rank, world_size, place)
+
+    def group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> ProcessGroup | None:
+        made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        return made if rank in ranks else None
+
+    everyone = tuple(range(world_size))
+    trainers, senders, engines = topology.trainer_ranks, topology.sender_ranks, topology.engine_ranks
+    backends = {
+        "train": _backend(places, [trainers]),
+        "weights": _backend(places, [(sender, *engines) for sender in senders]),
+        "engine": "cpu:gloo,cuda:nccl" if _backend(places, topology.engines) == "nccl" else "gloo",
+    }
+    ctl = group(everyone, "gloo", _IDLE)
+    bar = group(everyone, "gloo", timedelta(minutes=5))
+    ckpt = group(trainers, "gloo", _COLLECTIVE)
+    wts_meta = {sender: group((sender, *engines), "gloo", _IDLE) for sender in senders}
+    wts = {sender: group((sender, *engines), backends["weights"], _IDLE) for sender in senders}
+    columns = tuple(zip(*topology.mesh, strict=True))
+    replicas = [group(column, backends["train"], _COLLECTIVE) for column in columns]
+    shards = [group(row, backends["train"], _COLLECTIVE) for row in topology.mesh]
+    train = group(trainers, backends["train"], _COLLECTIVE) if len(topology.mesh) > 1 else shards[0]
+    engine_groups = [group(members, backends["engine"], _IDLE) for members in topology.engines]
+    mesh = None
+    if rank in trainers:
+        mesh = DeviceMesh.from_group(
+            [next(made for made in axis if made is not None) for axis in (replicas, shards)],
+            device.type,
+            mesh=torch.tensor(topology.mesh, dtype=torch.int),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
+        )
+    assert ctl is not None and bar is not None
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        role=topology.role(rank),
+        inference_ranks=topology.inference_ranks,
+        trainer_ranks=trainers,
+        engine_ranks=engines,
+        sender_ranks=senders,
+        topology=topology,
+        device=device,
+        places=places,
+        generation=generation,
+        store=store,
+        ctl=ctl,
+        bar=bar,
+        ckpt=ckpt,
+        train=train,
+        mesh=mesh,
+        wts_meta={sender: made for sender, made in wts_meta.items() if made is not None},
+        wts={sender: made for sender, made in wts.items() if made is not None},
+        engine_group=next((made for made in engine_groups if made is not None), None),
+        backends=backends,
+    )
+
+
+def check_shared_folder(world: World, folder: Path) -> None:
+    """Refuse a run directory that is not one file system on all ranks; all ranks call it."""
+    token_file = folder / ".shared"
+    if world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        token = uuid.uuid4().hex
+        token_file.write_text(token)
+        world.store.set("shared folder", token)
+    token = world.store.get("shared folder").decode()
+    seen = token_file.read_text() if token_file.exists() else "nothing"
+    if seen != token:
+        raise ValueError(
+            f"run directory {folder} on {world.places[world.rank].host} (rank {world.rank}) is not the one that rank 0 "
+            f"on {world.places[0].host} sees: set run.dir to a file system that all nodes share"
+        )
+
+
+def leave(world: World, *, timeout_s: float = 20.0) -> None:
+    """Wait until every rank is here; raises naming the ranks that did not come. Then `end_process`."""
+    dist.monitored_barrier(world.bar, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+
+
+def end_process(code: int) -> NoReturn:
+    """Flush and end at once: the interpreter's own end aborts while threads are blocked in gloo."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _meet(store: Store, rank: int, world_size: int) -> int:
+    """Agree on the number of this start of the world; waits for all ranks.
+
+    torchrun keeps one store over restarts, so what dead ranks wrote is still there, and its restart count is each
+    node's own.  Rank 0 opens a new number and closes the one before; the others offer a nonce under the newest number
+    that they see and go on to the next until rank 0 has confirmed theirs.
+    """
+    prefix = "spmd_rl/start"
+    if rank == 0:
+        number = store.add(prefix, 1)
+        store.compare_set(f"{prefix}/{number - 1}/closed", "", "[]")
+        nonces = [nonce.decode() for nonce in store.multi_get([f"{prefix}/{number}/{r}" for r in range(1, world_size)])]
+        store.set(f"{prefix}/{number}/closed", json.dumps(["", *nonces]))
+        return number
+    nonce = uuid.uuid4().hex
+    number = max(1, store.add(prefix, 0))
+    while True:
+        store.set(f"{prefix}/{number}/{rank}", nonce)
+        met = json.loads(store.get(f"{prefix}/{number}/closed"))
+        if rank < len(met) and met[rank] == nonce:
+            return number
+        number += 1
+
+
+def _choose_device(topology: Topology, rank: int, local_rank: int) -> tuple[torch.device, Place]:
+    host = socket.gethostname()
+    if not (torch.cuda.is_available() and topology.takes_device(rank)):
+        return torch.device("cpu"), Place(host=host, device="cpu", name="cpu")
+    index = topology.device_slot(rank, local_rank) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    properties = torch.cuda.get_device_properties(index)
+    device = torch.device("cuda", index)
+    return device, Place(host=host, device=str(getattr(properties, "uuid", index)), name=str(device))
+
+
+def _exchange(store: Store, rank: int, world_size: int, place: Place) -> tuple[Place, ...]:
+    store.set(f"place/{rank}", json.dumps(asdict(place)))
+    return tuple(Place(**json.loads(text)) for text in store.multi_get([f"place/{r}" for r in range(world_size)]))
+
+
+def _backend(places: tuple[Place, ...], groups: Sequence[tuple[int, ...]]) -> str:
+    """One answer for groups of one kind: NCCL where every group's members have devices of their own."""
+    distinct = all(len({(places[r].host, places[r].device) for r in ranks}) == len(ranks) for ranks in groups)
+    on_cuda = all(places[r].name.startswith("cuda") for ranks in groups for r in ranks)
+    return "nccl" if on_cuda and distinct and dist.is_nccl_available() else "gloo"
+
+
+def _shared_devices(places: tuple[Place, ...], ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    by_device: dict[tuple[str, str], list[int]] = {}
+    for rank in ranks:
+        if places[rank].name != "cpu":
+            by_device.setdefault((places[rank].host, places[rank].device), []).append(rank)
+    return [tuple(sharing) for sharing in by_device.values() if len(sharing) > 1]
+
+
+def _span(ranks: tuple[int, ...]) -> str:
+    """Example: (0, 1, 2) gives 0-2, (1,) gives 1, (0, 2) gives 0 2."""
+    if len(ranks) > 1 and all(after == before + 1 for before, after in pairwise(ranks)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return " ".join(map(str, ranks))

@@ -1,0 +1,227 @@
+"""The training step on several ranks: real gloo, real FSDP2, against one process without a mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from spmd_rl import tiny_model
+from spmd_rl.losses import LOSSES
+from spmd_rl.model import build
+from spmd_rl.packing import Packed, pack
+from spmd_rl.trainer.trainer import Trainer
+from spmd_rl.types import Rollout
+from tests.ranks import run_ranks, run_worlds
+
+CPU = torch.device("cpu")
+PROBE = np.arange(3, 60, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model.make(folder)
+    return folder
+
+
+def alone(folder: Path, **settings: object) -> Trainer:
+    return make(folder, None, None, **settings)
+
+
+def make(folder: Path, mesh, group, **settings: object) -> Trainer:
+    model = build(folder, device=CPU, dtype=torch.float32, weights=True)
+    defaults = {"loss": LOSSES["decoupled"](), "learning_rate": 1e-4, "grad_clip": 0.5, "micro_batch_tokens": 128}
+    return Trainer(model=model, mesh=mesh, group=group, device=CPU, **(defaults | settings))
+
+
+def on_mesh(folder: Path, num_replicas: int = 1, **settings: object) -> Trainer:
+    shape = (num_replicas, dist.get_world_size() // num_replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return make(folder, mesh, dist.group.WORLD, **settings)
+
+
+def batch(step: int, part: slice = slice(None)) -> Packed:
+    """12 rollouts, 1000 loss tokens: 100 in the first 2, 900 in the other 10; `part` of them."""
+    random = np.random.default_rng(step)
+    rollouts = []
+    for i, length in enumerate([70, 30, *[90] * 10]):
+        one = Rollout(env="e", task_id=str(i), ticket=100 * step + i)
+        one.append(random.integers(3, 60, 1 + i % 3))
+        one.append(random.integers(3, 60, length), random.normal(-4, 0.3, length), np.full(length, step - i % 2))
+        rollouts.append(one)
+    return pack(rollouts[part], random.normal(size=12)[part].astype(np.float32))
+
+
+def whole(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Weights and, beside them, the first moments: gradients without the division that turns noise into steps."""
+    tensors = {}
+    for name, parameter in trainer.model.named_parameters():
+        tensors |= {name: parameter.detach(), name + " moment": trainer.optimizer.state[parameter]["exp_avg"]}
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: tensor.numpy().copy() for name, tensor in full.items()}
+
+
+UNEQUAL = [slice(0, 2), slice(2, 12)]  # 100 tokens and 900
+CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
+    "one rank": (1, 1, [slice(0, 12)], {}),
+    "100 and 900 tokens": (2, 1, UNEQUAL, {}),
+    "everything and nothing": (2, 1, [slice(0, 12), slice(0, 0)], {}),
+    "two replicas": (2, 2, UNEQUAL, {}),
+    "one micro-batch": (2, 1, UNEQUAL, {"micro_batch_tokens": 100_000}),
+    "resharded after forward": (2, 1, UNEQUAL, {"reshard_after_forward": True}),
+    "activation checkpointing": (2, 1, UNEQUAL, {"activation_checkpointing": True}),
+}
+
+
+def step_on_nan(rank: int, folder: Path) -> str:
+    trainer = on_mesh(folder)
+    share = batch(1, UNEQUAL[rank])
+    if rank == 1:
+        share.behavior_logprobs[len(share.token_ids) - 1] = np.nan  # ticket 111
+    with pytest.raises(RuntimeError, match="non-finite loss") as caught:
+        trainer.step(share, 1)
+    return str(caught.value)
+
+
+def score_between_steps(rank: int, folder: Path, target: Path) -> list[np.ndarray]:
+    trainer = on_mesh(folder)
+    scores = [trainer.score(PROBE)]
+    for n in range(2):
+        trainer.step(batch(n, UNEQUAL[rank]), n)
+        scores.append(trainer.score(PROBE))
+        assert all(isinstance(t, DTensor) for t in trainer.named_parameters().values())
+    trainer.export(target, folder)
+    assert (target / "model.safetensors").exists()
+    return scores
+
+
+def run_all(rank: int, folder: Path, target: Path) -> dict[str, Any]:
+    """All that one start of the ranks can show, by name; each test below reads its part."""
+    found: dict[str, Any] = {}
+    num_ranks = dist.get_world_size()
+    for case, (ranks, num_replicas, parts, settings) in CASES.items():
+        if ranks == num_ranks:
+            trainer = on_mesh(folder, num_replicas, **settings)
+            found[case] = [trainer.step(batch(n, parts[rank]), n) for n in range(2)], whole(trainer)
+    if num_ranks == 2:
+        trainer = on_mesh(folder, num_minibatches=3, num_epochs=2)
+        found["minibatches"] = trainer.step(batch(0, UNEQUAL[rank]), 0)
+        found["one rollout"] = trainer.step(batch(1, [slice(0, 1), slice(0, 0)][rank]), 1)
+        found["nothing"] = trainer.step(batch(0, slice(0, 0)), 2)
+        found["nan"] = step_on_nan(rank, folder)
+        found["scores"] = score_between_steps(rank, folder, target)
+    return found
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path) -> Path:
+    return folder.parent / "exported"
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path, exported: Path) -> dict[int, list[dict[str, Any]]]:
+    """By number of ranks, what each rank found."""
+    return {num: run_ranks(run_all, num, folder, exported, timeout_s=120) for num in (1, 2)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
+    reference = alone(folder, micro_batch_tokens=100_000)
+    expected, tensors = [reference.step(batch(n), n) for n in range(2)], whole(reference)
+    found = [rank[case] for rank in ran[CASES[case][0]]]
+    for steps, after in found:
+        assert steps == found[0][0]
+        for mine, theirs in zip(steps, expected, strict=True):
+            for name in theirs.keys() - {"num_microbatches", "step_s", "tokens_per_s"}:
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
+        for name, tensor in tensors.items():
+            atol = 1e-7 if name.endswith("moment") else 1e-5
+            np.testing.assert_allclose(after[name], tensor, rtol=1e-5, atol=atol, err_msg=name)
+
+
+def test_minibatches_with_unequal_and_empty_shares_do_not_deadlock(ran: dict) -> None:
+    first, second = ran[2]
+    assert (first["minibatches"], first["one rollout"]) == (second["minibatches"], second["one rollout"])
+    assert (first["minibatches"]["optimizer_steps"], first["minibatches"]["tokens"]) == (6, 2000)
+    assert (first["one rollout"]["optimizer_steps"], first["one rollout"]["tokens"]) == (2, 140)  # 1 of 3, 2 epochs
+
+
+def test_nothing_anywhere_is_an_empty_step(ran: dict) -> None:
+    for rank in ran[2]:
+        metrics = rank["nothing"]
+        assert (metrics["empty_step"], metrics["loss"], metrics["tokens"]) == (1, 0, 0)
+
+
+def test_every_rank_names_the_tickets_of_the_rank_with_the_nan(ran: dict) -> None:
+    first, second = (rank["nan"] for rank in ran[2])
+    assert first == second
+    assert first.endswith("tickets [111]")
+
+
+def test_scores_follow_the_steps_and_the_export_has_the_last_weights(folder: Path, exported: Path, ran: dict) -> None:
+    reference = alone(folder)
+    expected = [reference.score(PROBE)]
+    for n in range(2):
+        reference.step(batch(n), n)
+        expected.append(reference.score(PROBE))
+    for rank in ran[2]:
+        np.testing.assert_allclose(rank["scores"], expected, rtol=0, atol=1e-4)
+    assert np.abs(expected[2] - expected[0]).max() > 1e-2
+    assert (alone(exported).score(PROBE) == ran[2][0]["scores"][2]).all()
+    assert AutoModelForCausalLM.from_pretrained(exported).config.tie_word_embeddings
+
+
+def save(rank: int, folder: Path, source: Path | None, target: Path, n: int) -> tuple[dict, dict, list]:
+    trainer = on_mesh(folder, warmup_steps=4)
+    if source is not None:
+        state = trainer.state_dict()
+        dcp.load(dict(state), checkpoint_id=source)  # tensors are filled in place
+        trainer.load_state_dict(state)
+    loaded = whole(trainer)
+    parts = UNEQUAL if dist.get_world_size() == 2 else [slice(None)]
+    metrics = trainer.step(batch(n, parts[rank]), n)
+    dcp.save(trainer.state_dict(), checkpoint_id=target)
+    return metrics, loaded, whole(trainer)
+
+
+def test_checkpoint_goes_on_with_other_numbers_of_trainers(folder: Path, tmp_path: Path) -> None:
+    reference = alone(folder, warmup_steps=4)
+    previous, before = None, whole(reference)
+    for n, num_ranks in enumerate([2, 1, 2]):
+        target = tmp_path / f"step_{n}"
+        found = run_ranks(save, num_ranks, folder, previous, target, n)
+        for _, loaded, _ in found:
+            for name, tensor in before.items():
+                np.testing.assert_array_equal(loaded[name], tensor, err_msg=name)
+        metrics, _, after = found[0]
+        expected = reference.step(batch(n), n)
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert metrics["learning_rate"] == expected["learning_rate"] == pytest.approx(1e-4 * (n + 1) / 4)
+        previous, before = target, after
+    for name, tensor in whole(reference).items():
+        np.testing.assert_allclose(after[name], tensor, rtol=0, atol=1e-5)
+
+
+def train_in_a_world(world, folder: Path) -> float | None:
+    if world.mesh is None:
+        return None
+    trainer = make(folder, world.mesh, world.train)
+    shards = dict(trainer.named_shards())
+    metrics = trainer.step(batch(0, UNEQUAL[world.trainer_ranks.index(world.rank)]), 0)
+    now = dict(trainer.named_shards())
+    assert all(now[name].data_ptr() == shard.data_ptr() for name, shard in shards.items())
+    return metrics["grad_norm"]
+
+
+def test_trains_on_the_mesh_of_the_world_with_shards_that_stay_in_place(folder: Path) -> None:
+    expected = alone(folder).step(batch(0), 0)["grad_norm"]
+    _, *norms = run_worlds(train_in_a_world, 1, 2, folder)
+    assert norms == pytest.approx([expected] * 2, rel=1e-5)

@@ -1,0 +1,343 @@
+"""Weights from FSDP2 shards to engines, over gloo."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from spmd_rl.weight_layout import TensorSpec, manifest
+from spmd_rl.weight_sync import WeightReceiver, WeightSender, gather_and_broadcast
+from spmd_rl.world import World
+from tests.ranks import RankFailed, run_worlds
+
+LIMIT_S = 20.0
+Arrived = tuple[int, dict[str, Tensor], list[int]]
+
+
+def raises(error: Exception) -> None:
+    raise error
+
+
+class SmallModel(nn.Module):
+    """Tied embedding, odd row counts, fewer rows than senders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 12)
+        self.block = nn.Sequential(nn.Linear(12, 5), nn.LayerNorm(5), nn.Linear(5, 1), nn.Linear(1, 3, bias=False))
+        self.head = nn.Linear(12, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def small_model(version: int) -> SmallModel:
+    """The weights of a version are a function of it."""
+    torch.manual_seed(0)
+    model = SmallModel()
+    for _ in range(version):
+        train(model)
+    return model
+
+
+@torch.no_grad()
+def train(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1.25).add_(0.01)
+
+
+def sharded(world: World) -> nn.Module:
+    model = small_model(0)
+    mesh = world.mesh if world.mesh.size(0) > 1 else world.mesh["dp_shard"]
+    fully_shard(model.block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def make_sender(
+    world: World,
+    model: nn.Module,
+    specs: list[TensorSpec],
+    *,
+    kind: type[WeightSender] = WeightSender,
+    failed: Callable[[Exception], None] = raises,
+    **settings: object,
+) -> WeightSender:
+    return kind(
+        parameters=dict(model.named_parameters()),
+        specs=specs,
+        index=world.sender_ranks.index(world.rank),
+        num_senders=len(world.sender_ranks),
+        meta_group=world.wts_meta[world.rank],
+        payload_group=world.wts[world.rank],
+        bucket_bytes=256,
+        failed=failed,
+        **settings,
+    )
+
+
+def make_receiver(
+    world: World,
+    specs: list[TensorSpec],
+    deliver: Callable[[int, dict[str, Tensor], list[int]], None],
+    failed: Callable[[Exception], None] = raises,
+) -> WeightReceiver:
+    return WeightReceiver(
+        specs=specs,
+        meta_groups=world.wts_meta,
+        payload_groups=world.wts,
+        device=world.device,
+        deliver=deliver,
+        failed=failed,
+        bucket_bytes=256,
+    )
+
+
+def same_bytes(tensors: dict[str, Tensor], model: nn.Module, dtype: torch.dtype) -> None:
+    expected = dict(model.named_parameters())
+    assert list(tensors) == list(expected)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == dtype and torch.equal(tensor, expected[name].detach().to(dtype)), name
+
+
+def trains_and_decodes(world: World, dtype: torch.dtype, num_versions: int) -> list[int]:
+    """Trainers publish versions 0 … n-1; engines read their live weights all the time until the next is there."""
+    specs = manifest(small_model(0), dtype=dtype)
+    if world.role == "trainer":
+        model = sharded(world)
+        assert manifest(model, dtype=dtype) == specs
+        sender = make_sender(world, model, specs) if world.rank in world.sender_ranks else None
+        for version in range(num_versions):
+            if sender is not None:
+                assert sender.publish(version) > 0
+            train(model)  # at once: what is sent is in staging
+        if sender is not None:
+            report = sender.wait()
+            assert report.version == num_versions - 1 and report.changed and report.update_norm is None
+            sender.close()
+        return []
+    arrived: queue.Queue[Arrived] = queue.Queue()
+    receiver = make_receiver(world, specs, lambda *weights: arrived.put(weights))
+    live, sums, seen = {}, {}, []
+    for version in range(num_versions):
+        while arrived.empty():
+            for name, tensor in live.items():  # decoding: the live weights stay what they are
+                assert float(tensor.float().sum()) == sums[name]
+        got, live, checksums = arrived.get_nowait()
+        assert got == version
+        same_bytes(live, small_model(version), dtype)
+        assert len(checksums) == receiver.report.num_bytes // 256
+        sums = {name: float(tensor.float().sum()) for name, tensor in live.items()}
+        receiver.release(version)
+        seen.append(sum(checksums) % 2**61)
+    receiver.join(timeout_s=LIMIT_S)
+    same_bytes(live, small_model(num_versions - 1), dtype)
+    return seen
+
+
+@pytest.mark.parametrize(("num_inference", "num_trainers"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
+def test_engines_get_every_version_to_the_bit(num_inference, num_trainers):
+    seen = run_worlds(trains_and_decodes, num_inference, num_trainers, torch.float32, 5)[:num_inference]
+    assert all(sums == seen[0] for sums in seen) and len(set(seen[0])) == 5
+
+
+def test_replicas_do_not_send():
+    run_worlds(trains_and_decodes, 1, 2, torch.float32, 3, dp_replicate=2)
+
+
+def test_engines_of_another_type_get_the_rounded_weights():
+    run_worlds(trains_and_decodes, 1, 2, torch.bfloat16, 3)
+
+
+def sends_both_ways(world: World) -> None:
+    specs = manifest(small_model(0))
+    source = world.sender_ranks[0]
+    if world.role == "trainer":
+        model = sharded(world)
+        sender = make_sender(world, model, specs)
+        sender.publish(0)
+        sender.close()
+        gather_and_broadcast(dict(model.named_parameters()), specs=specs, source=source, group=world.wts.get(source))
+        return
+    arrived: queue.Queue[Arrived] = queue.Queue()
+    make_receiver(world, specs, lambda *weights: arrived.put(weights)).join(timeout_s=LIMIT_S)
+    _, tensors, _ = arrived.get_nowait()
+    gathered = gather_and_broadcast(None, specs=specs, source=source, group=world.wts[source])
+    for name, tensor in gathered.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("num_trainers", [1, 2, 3])
+def test_shards_leave_the_bytes_that_gathering_leaves(num_trainers):
+    run_worlds(sends_both_ways, 1, num_trainers)
+
+
+class DamagingSender(WeightSender):
+    """Flips one bit of bucket 3 on its way, after its weights were right."""
+
+    def _broadcast_bucket(self, bucket: int, data: Tensor) -> dist.Work:
+        if bucket == 3:
+            data = data.clone()
+            data[17] ^= 1
+        return super()._broadcast_bucket(bucket, data)
+
+
+def is_damaged(world: World) -> str:
+    specs = manifest(small_model(0))
+    if world.role == "trainer":
+        sender = make_sender(world, sharded(world), specs, kind=DamagingSender)
+        sender.publish(0)
+        sender.wait()
+        world.store.wait(["seen"])
+        return ""
+    failures: queue.Queue[Exception] = queue.Queue()
+    make_receiver(world, specs, lambda *weights: failures.put(AssertionError("delivered")), failures.put)
+    error = str(failures.get(timeout=LIMIT_S))
+    world.store.set("seen", "1")
+    return error
+
+
+def test_a_damaged_bit_names_tensor_ranks_and_both_sums():
+    error = run_worlds(is_damaged, 1, 1)[0]
+    names = [spec.name for spec in manifest(small_model(0))]
+    assert "version 0 from rank 1 were damaged on the way to rank 0: bucket 3" in error
+    assert error.count("0x") == 2 and names[1] in error and names[0] not in error
+
+
+def skips_a_version(world: World) -> None:
+    specs = manifest(small_model(0))
+    if world.role == "trainer":
+        sender = make_sender(world, sharded(world), specs)
+        sender.publish(4)  # a resumed run begins anywhere
+        with pytest.raises(RuntimeError, match="version 6 after 4: a version is never skipped or repeated"):
+            sender.publish(6)
+        with pytest.raises(RuntimeError, match="version 4 after 4"):
+            sender.publish(4)
+        sender._version = 6
+        sender.publish(7)  # the other side looks as well
+        world.store.wait(["seen"])
+        return
+    failures: queue.Queue[Exception] = queue.Queue()
+    make_receiver(world, specs, lambda *weights: None, failures.put)
+    assert "rank 1 sends weights of version 7, expected 5" in str(failures.get(timeout=LIMIT_S))
+    world.store.set("seen", "1")
+
+
+def test_a_version_is_never_skipped_or_repeated_on_either_side():
+    run_worlds(skips_a_version, 1, 1)
+
+
+def expects_another_model(world: World) -> None:
+    specs = manifest(small_model(0))
+    if world.role == "trainer":
+        make_sender(world, sharded(world), specs).publish(0)
+        world.store.wait(["seen"])
+        return
+    failures: queue.Queue[Exception] = queue.Queue()
+    make_receiver(world, specs[:-1], lambda *weights: None, failures.put)
+    assert "names, shapes or types of the weights differ" in str(failures.get(timeout=LIMIT_S))
+    world.store.set("seen", "1")
+
+
+def test_a_model_that_differs_is_refused():
+    run_worlds(expects_another_model, 1, 1)
+
+
+def measures(world: World) -> None:
+    specs = manifest(small_model(0))
+    if world.role == "trainer":
+        model = small_model(0)  # not sharded: one trainer may hold plain tensors
+        sender = make_sender(world, model, specs, measure_update=True)
+        sender.publish(0)
+        sender.publish(1)
+        report = sender.wait()
+        assert not report.changed and report.update_norm == 0.0
+        train(model)
+        sender.publish(2)
+        report = sender.wait()
+        after, before = dict(model.named_parameters()), dict(small_model(0).named_parameters())
+        norm = sum(float((after[name] - before[name]).double().square().sum()) for name in before) ** 0.5
+        assert report.changed and report.update_norm == pytest.approx(norm, rel=1e-5)
+        sender.close()
+        return
+    receiver = make_receiver(world, specs, lambda version, tensors, checksums: receiver.release(version))
+    receiver.join(timeout_s=LIMIT_S)
+
+
+def test_weights_that_did_not_move_are_told_and_moves_are_measured():
+    run_worlds(measures, 1, 1)
+
+
+def runs_ahead(world: World) -> None:
+    """Nobody swaps: two versions fill both buffers, the third waits for a release."""
+    specs = manifest(small_model(0))
+    if world.role == "trainer":
+        model = small_model(0)
+        sender = make_sender(world, model, specs)
+        for version in range(4):
+            sender.publish(version)
+            train(model)
+        sender.close()
+        return
+    arrived: queue.Queue[Arrived] = queue.Queue()
+    receiver = make_receiver(world, specs, lambda *weights: arrived.put(weights))
+    first, second = arrived.get(timeout=LIMIT_S), arrived.get(timeout=LIMIT_S)
+    with pytest.raises(queue.Empty):
+        arrived.get(timeout=0.3)
+    same_bytes(first[1], small_model(0), torch.float32)
+    same_bytes(second[1], small_model(1), torch.float32)
+    receiver.release(0)
+    with pytest.raises(queue.Empty):  # the engine uses version 0, version 1 waits for its swap
+        arrived.get(timeout=0.3)
+    receiver.release(1)
+    assert arrived.get(timeout=LIMIT_S)[0] == 2
+    receiver.release(2)
+    assert arrived.get(timeout=LIMIT_S)[0] == 3
+    assert receiver.report.wait_s >= 0.0
+    receiver.release(3)
+    receiver.join(timeout_s=LIMIT_S)
+
+
+def test_one_version_is_received_ahead_and_no_more():
+    run_worlds(runs_ahead, 1, 1)
+
+
+def loses_an_engine(world: World) -> str:
+    specs = manifest(small_model(0))
+    if world.role == "inference":
+        return "gone"
+    failed = threading.Event()
+    sender = make_sender(world, sharded(world), specs, failed=lambda error: failed.set())
+    with pytest.raises(RuntimeError, match=r"sending weights of version \d failed"):
+        for version in range(3):
+            sender.publish(version)
+    assert failed.is_set()
+    return "saw it"
+
+
+def test_an_engine_that_dies_is_seen_by_the_sender():
+    assert run_worlds(loses_an_engine, 1, 1)[1] == "saw it"
+
+
+def loses_a_trainer(world: World) -> str:
+    if world.role == "trainer":
+        return "gone"
+    failures: queue.Queue[Exception] = queue.Queue()
+    make_receiver(world, manifest(small_model(0)), lambda *weights: None, failures.put)
+    return type(failures.get(timeout=LIMIT_S)).__name__
+
+
+def test_a_trainer_that_dies_is_seen_by_the_receiver():
+    assert run_worlds(loses_a_trainer, 1, 1)[0] in ("RuntimeError", "DistBackendError", "DistNetworkError")
+
+
+def has_the_wrong_parameters(world: World) -> None:
+    if world.role == "trainer":
+        make_sender(world, sharded(world), list(reversed(manifest(small_model(0)))))
+
+
+def test_parameters_in_another_order_are_refused():
+    with pytest.raises(RankFailed, match="not those of the manifest, or not in its order"):
+        run_worlds(has_the_wrong_parameters, 1, 1)

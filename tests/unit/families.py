@@ -1,0 +1,70 @@
+"""Tiny random models of every family, saved as ordinary folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 97
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.15,  # far from uniform, so that a wrong position or mask shows
+    bos_token_id=None,
+    eos_token_id=None,
+)
+ROPE = dict(
+    rope_type="llama3",
+    rope_theta=1e4,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, rope_parameters=ROPE),
+    "smollm2": LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_theta=1e5),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3_tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SHAPE, sliding_window=7),
+    "gemma3": Gemma3TextConfig(
+        **(SHAPE | dict(pad_token_id=0)),
+        head_dim=8,
+        sliding_window=7,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
+
+def save(name: str, folder: Path, seed: int = 0) -> Path:
+    """A random model of a family in `folder`, biases and norms random too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The model as plain transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa").eval()

@@ -1,0 +1,85 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from spmd_rl import config
+
+TREE = {"model": {"path": "x"}, "env": {"a": {"path": "m:C", "args": {"n": [1, 2.5e-7], "text": 'é "quoted"'}}}}
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+def _write(tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text('[model]\npath = "x"\n[env.a]\npath = "m:C"\n')
+    return path
+
+
+def test_the_resolved_config_reads_back_as_itself() -> None:
+    resolved = config.from_tree(TREE)
+    assert config.from_tree(tomllib.loads(config.dump(resolved))) == resolved
+
+
+def test_overrides_are_parsed_as_toml_and_bare_words_are_strings(tmp_path: Path) -> None:
+    resolved = config.load(
+        _write(tmp_path), ["staleness.max_staleness=0", "run.dir=out/a", "trainer.betas=[0.9, 0.99]"]
+    )
+    assert resolved.staleness.max_staleness == 0
+    assert resolved.run.dir == "out/a"
+    assert resolved.trainer.betas == (0.9, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("staleness.max_stalness=1", "did you mean 'max_staleness'"),
+        ("stalness.window=1", "did you mean 'staleness'"),
+        ("rollout.batch_size=9", "batch_size = 9 is not a multiple of group_size = 8"),
+        ("rollout.batch_size=8.0", "expected int"),
+        ("staleness.max_staleness=-1", "must be at least 0"),
+        ("staleness.max_age=1", "max_age = 1 is below max_staleness = 2"),
+        ("staleness.max_concurrent=4", "max_concurrent = 4 is below rollout.group_size = 8"),
+        ("staleness.gate=shop", "must be one of admission, ship"),
+        ("trainer.learning_rate=nan", "trainer.learning_rate"),
+        ("trainer.learning_rate=true", "expected float"),
+        ("trainer.betas=[0.9]", "expected tuple"),
+        ("env.a.weight=0", "must be above 0"),
+        ("env.b.weight=1", "env.b.path is needed"),
+        ("env.a.path=nothing", "package.module:name"),
+        ("run.steps", "section.key=value"),
+        ("run=3", "section.key=value"),
+        ("topology.dp_replicate=2", "dp_replicate"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as raised:
+        config.load(_write(tmp_path), [override])
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.toml: no such file"):
+        config.load(tmp_path / "nowhere.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    with pytest.raises(ValueError, match=r"broken\.toml: "):
+        config.load(broken)
+
+
+def test_old_data_without_a_correction_is_warned_about() -> None:
+    uncorrected = config.from_tree(TREE | {"trainer": {"loss": "ppo"}})
+    assert "max_staleness = 2" in config.warnings(uncorrected)[0]
+    assert (
+        config.warnings(config.from_tree(TREE | {"trainer": {"loss": "ppo"}, "staleness": {"max_staleness": 0}})) == []
+    )
+
+
+def test_every_setting_has_a_docstring() -> None:
+    for section in config.sections().values():
+        assert config.field_docs(section).keys() == section.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_shipped_configs_are_valid(path: Path) -> None:
+    config.load(path)

@@ -1,0 +1,155 @@
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+from spmd_rl.engine_thread import EngineThread
+from spmd_rl.types import Cancelled, Completion, Sampling
+
+THREE = Sampling(max_tokens=3)
+
+
+class CountingEngine:
+    """Emits one token a step and sequence: the version of its weights.  Each step waits for `steps`."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.running: dict[int, tuple[int, list[int]]] = {}
+        self.cancelled: list[int] = []
+        self.steps = threading.Semaphore(0)
+        self.num_entered = 0
+        self.closed = False
+
+    def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
+        if len(prompt) == 0:
+            raise ValueError("empty prompt")
+        self.running[request_id] = (sampling.max_tokens, [])
+
+    def cancel(self, request_id: int) -> None:
+        self.cancelled.append(request_id)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        self.num_entered += 1
+        self.steps.acquire()
+        ended = []
+        for request_id, (limit, tokens) in list(self.running.items()):
+            cancelled = request_id in self.cancelled
+            if not cancelled:
+                tokens.append(self.version)
+            if cancelled or len(tokens) == limit:
+                del self.running[request_id]
+                ended.append((request_id, self._completion(tokens, "cancelled" if cancelled else "length")))
+        self.cancelled.clear()
+        return ended
+
+    def load_weights(self, tensors: object, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        self.closed = True
+
+    @staticmethod
+    def _completion(tokens: list[int], reason: str) -> Completion:
+        ids = np.array(tokens, np.int32)
+        return Completion(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), versions=ids, finish_reason=reason)
+
+
+def _play(
+    script: Callable[[EngineThread, CountingEngine], Awaitable[object]], on_update: str = "continue"
+) -> tuple[object, EngineThread, CountingEngine]:
+    async def run() -> tuple[object, EngineThread, CountingEngine]:
+        engine = CountingEngine()
+        failures: list[BaseException] = []
+        thread = EngineThread(
+            engine=engine, loop=asyncio.get_running_loop(), failed=failures.append, on_update=on_update
+        )
+        thread.start()
+        result = await script(thread, engine)
+        engine.steps.release(100)
+        thread.close(20)
+        assert failures == []
+        assert engine.closed
+        return result, thread, engine
+
+    return asyncio.run(run())
+
+
+async def _swap_during_the_third_of_five_steps(thread: EngineThread, engine: CountingEngine) -> tuple[Completion, int]:
+    waiting = asyncio.create_task(thread.generate(np.ones(1), Sampling(max_tokens=5)))
+    engine.steps.release(2)
+    while engine.num_entered < 3:
+        await asyncio.sleep(0)
+    swapped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    thread.load({}, 1, lambda pause_s: loop.call_soon_threadsafe(swapped.set))
+    engine.steps.release(100)
+    result = await waiting
+    await swapped.wait()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("on_update", "versions", "wasted"),
+    [("continue", [0, 0, 0, 1, 1], 0), ("hold", [0, 0, 0, 0, 0], 0), ("restart", [1, 1, 1, 1, 1], 3)],
+)
+def test_running_sequences_do_at_an_update_what_on_update_says(
+    on_update: str, versions: list[int], wasted: int
+) -> None:
+    (completion, wasted_tokens), thread, _ = _play(_swap_during_the_third_of_five_steps, on_update)
+    assert completion.versions.tolist() == versions
+    assert wasted_tokens == wasted
+    assert thread.stats.swaps == 1
+    assert thread.stats.tokens == 5 + wasted
+
+
+def test_a_prompt_that_does_not_fit_fails_its_episode_and_not_the_engine() -> None:
+    async def script(thread: EngineThread, engine: CountingEngine) -> Completion:
+        with pytest.raises(ValueError, match="empty prompt"):
+            await thread.generate(np.ones(0), THREE)
+        engine.steps.release(3)
+        return (await thread.generate(np.ones(1), THREE))[0]
+
+    completion, _, _ = _play(script)
+    assert len(completion.token_ids) == 3
+
+
+def test_a_cancelled_caller_frees_its_slot_and_learns_what_it_cost() -> None:
+    async def script(thread: EngineThread, engine: CountingEngine) -> int:
+        task = asyncio.create_task(thread.generate(np.ones(1), THREE))
+        engine.steps.release(1)
+        while engine.num_entered < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        engine.steps.release(100)
+        with pytest.raises(Cancelled) as cancelled:
+            await task
+        return cancelled.value.tokens
+
+    tokens, thread, engine = _play(script)
+    assert tokens in (2, 3)  # the step that ran when it was cancelled counts; a third may have begun
+    assert not engine.running
+    assert thread.num_running == 0
+    assert thread.stats.tokens == tokens
+
+
+def test_an_engine_that_raises_ends_the_thread_by_name() -> None:
+    class Broken(CountingEngine):
+        def step(self) -> list[tuple[int, Completion]]:
+            raise RuntimeError("device lost")
+
+    async def run() -> BaseException:
+        loop = asyncio.get_running_loop()
+        failure: asyncio.Future[BaseException] = loop.create_future()
+        thread = EngineThread(
+            engine=Broken(), loop=loop, failed=lambda error: loop.call_soon_threadsafe(failure.set_result, error)
+        )
+        thread.start()
+        waiting = asyncio.create_task(thread.generate(np.ones(1), THREE))
+        error = await failure
+        waiting.cancel()
+        return error
+
+    assert "device lost" in str(asyncio.run(run()))

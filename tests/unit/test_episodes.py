@@ -1,0 +1,99 @@
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from spmd_rl.episodes import Episodes, seed_of
+from spmd_rl.types import Completion, GroupWork, Rollout, Sampling, Task
+
+WORK = GroupWork(group_id=3, first_ticket=12, size=2, task=Task(env="e", task_id="t"), version=4)
+
+
+class TwoTurns:
+    """Samples, lets a tool add a token, samples again; raises while `failures` are left."""
+
+    def __init__(self, failures: int = 0, reward: float = 1.0) -> None:
+        self.failures, self.reward = failures, reward
+
+    async def rollout(self, task: Task, generate: Callable) -> Rollout:
+        rollout = Rollout(env="", task_id="")
+        rollout.append([1])
+        for _ in range(2):
+            completion = await generate(rollout.token_ids)
+            rollout.append(completion.token_ids, completion.logprobs, completion.versions)
+            rollout.append([2])
+        if self.failures:
+            self.failures -= 1
+            raise KeyError("tool")
+        rollout.reward, rollout.finish_reason = self.reward, completion.finish_reason
+        return rollout
+
+
+def _run(env: TwoTurns, *, max_retries: int = 1, version: int = 4) -> tuple[list[Rollout], list[Sampling]]:
+    asked: list[Sampling] = []
+
+    async def generate(prompt: np.ndarray, sampling: Sampling) -> tuple[Completion, int]:
+        asked.append(sampling)
+        three = np.full(3, 7, np.int32)
+        return Completion(token_ids=three, logprobs=-three / 7.0, versions=three, finish_reason="stop"), 0
+
+    async def play() -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        ended = asyncio.Event()
+
+        def finished(rollout: Rollout) -> None:
+            rollouts.append(rollout)
+            if len(rollouts) == WORK.size:
+                ended.set()
+
+        episodes = Episodes(
+            envs={"e": env},
+            generate=generate,
+            engine_version=lambda: version,
+            sampling={"train": Sampling(max_tokens=3)},
+            seed=0,
+            max_retries=max_retries,
+            finished=finished,
+        )
+        episodes.start(WORK)
+        await ended.wait()
+        assert len(episodes) == 0
+        return sorted(rollouts, key=lambda r: r.ticket)
+
+    return asyncio.run(play()), asked
+
+
+def test_each_member_comes_back_once_with_its_ticket_and_its_own_seeds() -> None:
+    rollouts, asked = _run(TwoTurns())
+    assert [(r.ticket, r.sample, r.group_id, r.admission_version) for r in rollouts] == [(12, 0, 3, 4), (13, 1, 3, 4)]
+    assert [(r.num_turns, r.num_trainable, r.num_wasted_tokens) for r in rollouts] == [(2, 6, 0)] * 2
+    assert len({sampling.seed for sampling in asked}) == 4
+
+
+def test_an_episode_that_raises_is_tried_again_and_its_tokens_count_as_wasted() -> None:
+    rollouts, _ = _run(TwoTurns(failures=1))
+    assert sorted(r.num_wasted_tokens for r in rollouts) == [0, 6]
+    assert not any(r.failed for r in rollouts)
+
+
+def test_an_episode_that_keeps_raising_is_failed_by_name() -> None:
+    rollouts, _ = _run(TwoTurns(failures=9), max_retries=1)
+    assert [(r.failed, r.error, r.num_trainable, r.num_wasted_tokens) for r in rollouts] == [
+        (True, "KeyError: 'tool'", 0, 12)
+    ] * 2
+
+
+def test_a_reward_that_is_not_a_number_is_a_failure_and_not_a_zero() -> None:
+    rollouts, _ = _run(TwoTurns(reward=float("nan")))
+    assert all(r.failed and "reward nan" in r.error for r in rollouts)
+
+
+def test_an_engine_older_than_the_admission_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="admitted at version 4, the engine still holds 3"):
+        _run(TwoTurns(), version=3)
+
+
+def test_seeds_depend_on_every_part_and_on_nothing_else() -> None:
+    assert seed_of(0, "train", 5, 1) == seed_of(0, "train", 5, 1)
+    assert len({seed_of(a, b) for a in range(10) for b in range(10)}) == 100

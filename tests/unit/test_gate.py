@@ -1,0 +1,189 @@
+import asyncio
+
+import pytest
+
+from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
+from spmd_rl.orchestrator.ship_hold import ShipHold, may_ship
+from spmd_rl.policy import Policy
+from tests.clock import run_virtual
+
+
+def make(version: int = 0, **settings) -> tuple[Gate, Policy]:
+    policy = Policy(version)
+    gate = Gate(policy, **{"max_staleness": 2, "batch_size": 8, "max_concurrent": 1000, **settings})
+    return gate, policy
+
+
+def test_capacity_is_the_formula():
+    gate, policy = make(max_staleness=4, max_concurrent=12)
+    assert gate.capacity() == 12
+    gate, policy = make()
+    assert gate.capacity() == 24
+    gate.admit(20)
+    gate.settle(accepted=8, rejected=4)
+    assert gate.capacity() == 24 - (8 + 8)
+    gate.consume()
+    policy.advance(1)
+    assert gate.capacity() == 32 - (8 + 8)
+
+
+def test_in_flight_limit_of_a_synchronous_run_is_one_batch():
+    gate, _ = make(max_staleness=0)
+    assert gate.capacity() == 8
+
+
+def test_a_restored_counter_opens_exactly_the_bound():
+    gate, _ = make(40)
+    gate.restore(accepted=320, running=0)
+    assert gate.capacity() == 24
+    gate.admit(24)
+
+
+def test_a_counter_left_at_zero_opens_344_slots_and_is_refused():
+    gate, _ = make(40)
+    assert gate.capacity() == 344
+    with pytest.raises(RuntimeError, match=r"would admit 343, bound is \(S \+ 1\) \* B = 24: was the gate restored\?"):
+        gate.admit(1)
+
+
+def test_a_restored_gate_counts_finished_and_unfinished_slots():
+    gate, _ = make(40)
+    gate.restore(accepted=320 + 8, running=4)
+    assert gate.capacity() == 12
+
+
+def test_more_restored_slots_than_the_bound_are_refused():
+    gate, _ = make(40)
+    with pytest.raises(RuntimeError, match=r"accepted \+ running = 348 > \(S \+ version \+ 1\)·B"):
+        gate.restore(accepted=344, running=4)
+
+
+def test_admitting_beyond_the_capacity_is_refused_with_the_numbers():
+    gate, _ = make(max_concurrent=12)
+    gate.admit(8)
+    with pytest.raises(RuntimeError, match=r"8 rollouts admitted into a capacity of 4: .*running 8"):
+        gate.admit(8)
+
+
+def test_the_version_cannot_run_ahead_of_consumption():
+    gate, policy = make()
+    gate.admit(8)
+    gate.settle(accepted=8)
+    with pytest.raises(RuntimeError, match="at version 1 at least 8 slots are consumed, the gate counts 0"):
+        policy.advance(1)
+
+
+def test_a_batch_cannot_be_consumed_before_it_is_accepted():
+    gate, _ = make()
+    gate.admit(8)
+    with pytest.raises(RuntimeError, match="do not add up"):
+        gate.consume()
+
+
+def woken_by(event, *, before=lambda gate, policy: None, **settings) -> bool | None:
+    """Fill the gate, wait for room, let `event` happen: what the waiter got, None if it still waits."""
+
+    async def main():
+        gate, policy = make(**settings)
+        while gate.capacity() >= 4:
+            gate.admit(4)
+        before(gate, policy)
+        waiter = asyncio.create_task(gate.wait(4))
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        event(gate, policy)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        result = waiter.result() if waiter.done() else None
+        waiter.cancel()
+        return result
+
+    return run_virtual(main())
+
+
+def test_the_waiter_is_woken_by_rejected_slots():
+    assert woken_by(lambda gate, policy: gate.settle(rejected=4)) is True
+
+
+def test_accepted_slots_alone_do_not_open_the_gate():
+    assert woken_by(lambda gate, policy: gate.settle(accepted=4)) is None
+
+
+def test_the_waiter_is_woken_by_accepted_slots_where_concurrency_binds():
+    assert woken_by(lambda gate, policy: gate.settle(accepted=4), max_concurrent=8) is True
+
+
+def test_the_waiter_is_woken_by_slots_given_back():
+    def accept(gate, policy):
+        gate.settle(accepted=8)
+
+    assert woken_by(lambda gate, policy: gate.give_back(4), before=accept) is True
+
+
+def test_a_new_version_alone_wakes_the_waiter():
+    def consume(gate, policy):
+        gate.settle(accepted=8)
+        gate.consume()
+
+    assert woken_by(lambda gate, policy: policy.advance(1), before=consume) is True
+
+
+def test_closing_wakes_the_waiter_with_a_no():
+    assert woken_by(lambda gate, policy: gate.close()) is False
+
+
+def test_consumption_opens_the_ship_gate():
+    def accept(gate, policy):
+        gate.settle(accepted=8)
+        assert gate.capacity() == 0
+
+    assert woken_by(lambda gate, policy: gate.consume(), before=accept, mode="ship", max_concurrent=8) is True
+
+
+def test_the_ship_gate_counts_concurrency_and_queue_only():
+    gate, _ = make(mode="ship", max_staleness=0, max_concurrent=16, queue_size=8)
+    gate.admit(16)
+    gate.settle(accepted=16)
+    assert gate.capacity() == 8
+    gate.admit(8)
+    assert gate.capacity() == 0
+    gate.consume()
+    assert gate.capacity() == 8
+
+
+def test_a_ship_gate_that_could_never_fill_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"queue_size \+ max_concurrent = 7 is below batch_size = 8"):
+        make(mode="ship", max_concurrent=4, queue_size=3)
+
+
+def test_a_batch_is_shipped_at_most_s_versions_early():
+    assert [k for k in range(10) if may_ship(k, version=3, max_staleness=2)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_held_batch_is_parked_until_the_version_comes_and_the_time_is_counted():
+    async def main():
+        policy, loop = Policy(), asyncio.get_running_loop()
+        hold = ShipHold(policy, max_staleness=1, clock=loop.time)
+        assert await hold.wait(1) == 0.0
+        loop.call_later(5.0, policy.advance, 1)
+        assert await hold.wait(2) == 5.0
+        assert hold.parked_s == 5.0
+
+    run_virtual(main())
+
+
+def test_adaptive_admission_never_leaves_its_limits():
+    adaptive = AdaptiveAdmission(max_staleness=8, batch_size=64, target_idle=0.02)
+    for _ in range(1000):
+        adaptive.observe(waited_s=0.0, busy_s=1.0)
+    assert adaptive.limit == 64
+    for _ in range(1000):
+        adaptive.observe(waited_s=9.0, busy_s=1.0)
+    assert adaptive.limit == 9 * 64
+
+
+def test_adaptive_admission_narrows_the_capacity():
+    gate, _ = make(adaptive=AdaptiveAdmission(max_staleness=2, batch_size=8, target_idle=0.02))
+    assert gate.capacity() == 24
+    gate.adaptive.limit = 13.7
+    assert gate.capacity() == 13

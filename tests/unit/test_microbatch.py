@@ -1,0 +1,94 @@
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_rl.trainer.microbatch import Share, cut, pack_bins
+
+
+def share(*rollouts: tuple[list[int], list[int], float]) -> Share:
+    """Rollouts as (token ids, loss mask, advantage); ticket 10 · index; behavior -token / 10; version = token."""
+    ids = [np.array(r[0], np.int32) for r in rollouts]
+    tokens = np.concatenate([*ids, np.empty(0, np.int32)])
+    return SimpleNamespace(
+        cu_seqlens=np.cumsum([0, *(len(i) for i in ids)], dtype=np.int64),
+        token_ids=tokens,
+        loss_mask=np.concatenate([*(np.array(r[1], bool) for r in rollouts), np.empty(0, bool)]),
+        behavior_logprobs=(-tokens / 10).astype(np.float32),
+        versions=tokens.copy(),
+        ticket=10 * np.arange(len(rollouts), dtype=np.int64),
+        advantage=np.array([r[2] for r in rollouts], np.float32),
+    )
+
+
+def only(batch: Share, tokens: int = 100):
+    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=tokens)
+    (micro,) = minibatch.micro_batches
+    return micro
+
+
+def test_log_prob_of_a_token_comes_from_the_row_before_it_in_its_own_sequence() -> None:
+    micro = only(share(([1, 2, 3, 4], [0, 0, 1, 1], 1.0), ([5, 6, 7], [0, 1, 1], -1.0)))
+    assert micro.token_ids.tolist() == [1, 2, 3, 5, 6]  # the last loss token of each is a target, never an input
+    assert micro.cu_seqlens == [0, 3, 5]
+    assert micro.targets.tolist() == [3, 4, 6, 7]
+    assert micro.token_ids[micro.rows].tolist() == [2, 3, 5, 6]
+    assert micro.advantages.tolist() == [1, 1, -1, -1]
+    assert micro.behavior == pytest.approx([-0.3, -0.4, -0.6, -0.7])
+    assert micro.versions.tolist() == [3, 4, 6, 7]
+    assert micro.sequence.tolist() == [0, 0, 1, 1]
+    assert micro.tickets == (0, 10)
+
+
+def test_tokens_after_the_last_loss_token_are_not_computed() -> None:
+    micro = only(share(([1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 0, 0], 1.0)))
+    assert micro.token_ids.tolist() == [1, 2, 3]
+    assert micro.targets.tolist() == [2, 4]
+
+
+def test_nan_off_the_mask_is_not_selected() -> None:
+    batch = share(([1, 2, 3], [0, 1, 0], 1.0))
+    batch.behavior_logprobs[[0, 2]] = math.nan
+    assert np.isfinite(only(batch).behavior).all()
+
+
+def test_sequences_without_an_advantage_are_skipped_but_counted() -> None:
+    batch = share(([1, 2, 3], [0, 1, 1], 0.0), ([4, 5], [0, 1], 1.0), ([6, 7], [0, 0], 1.0))
+    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=100)
+    assert minibatch.num_loss_tokens == 3
+    assert [m.tickets for m in minibatch.micro_batches] == [(10,)]
+
+
+def test_a_nan_advantage_is_not_taken_for_zero() -> None:
+    assert only(share(([1, 2], [0, 1], math.nan))).tickets == (0,)
+
+
+def test_first_token_under_the_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match="ticket 10: the first token"):
+        cut(share(([1, 2], [0, 1], 1.0), ([1, 2], [1, 1], 1.0)), num_minibatches=1, micro_batch_tokens=9)
+
+
+def test_an_empty_share_is_minibatches_of_nothing() -> None:
+    minibatches = cut(share(), num_minibatches=3, micro_batch_tokens=9)
+    assert [(m.micro_batches, m.num_loss_tokens) for m in minibatches] == [([], 0)] * 3
+
+
+def test_minibatches_keep_the_order_and_lose_nothing() -> None:
+    batch = share(*[([1, i + 2], [0, 1], 1.0) for i in range(5)])
+    minibatches = cut(batch, num_minibatches=2, micro_batch_tokens=100)
+    assert [m.micro_batches[0].targets.tolist() for m in minibatches] == [[2, 3, 4], [5, 6]]
+
+
+def test_bins_of_the_example() -> None:
+    assert pack_bins([5, 4, 3, 2, 1], 7) == [[0, 3], [1, 2], [4]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 30))
+def test_bins_hold_everything_once_and_stay_in_the_budget(lengths: list[int], budget: int) -> None:
+    bins = pack_bins(lengths, budget)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= budget or len(b) == 1 for b in bins)

@@ -1,0 +1,121 @@
+"""The packed forward against plain transformers, and log-probs against log_softmax."""
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import Gemma2Config
+
+from spmd_rl.model import build, head_weight, hidden_states, load_config, token_logprobs
+from tests.unit.families import CONFIGS, VOCAB, load, save
+
+CU = [0, 1, 8, 21, 22]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_packed_forward_equals_each_sequence_alone(family: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    model, plain = build(tmp_path, device="cpu", dtype=torch.float32, weights=True), load(tmp_path)
+    tokens = torch.randint(0, VOCAB, (CU[-1],))
+    with torch.no_grad():
+        logits = hidden_states(model, tokens, CU) @ head_weight(model).t()
+        for a, b in pairwise(CU):
+            alone = plain(input_ids=tokens[None, a:b], use_cache=False).logits[0]
+            assert (logits[a:b].log_softmax(-1) - alone.log_softmax(-1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_build_without_weights_has_the_same_shapes_and_buffers(family: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    full = build(tmp_path, device="cpu", dtype=torch.float32, weights=True)
+    empty = build(tmp_path, device="cpu", dtype=torch.float32, weights=False)
+    for (name, a), (other, b) in zip(full.named_parameters(), empty.named_parameters(), strict=True):
+        assert (name, a.shape, a.dtype) == (other, b.shape, b.dtype) and b.is_meta
+    for (name, a), (other, b) in zip(full.named_buffers(), empty.named_buffers(), strict=True):
+        assert name == other and torch.equal(a, b)
+
+
+def test_gradients_of_a_packed_batch_equal_the_sum_of_its_sequences(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    model = build(tmp_path, device="cpu", dtype=torch.float32, weights=True)
+    tokens = torch.randint(0, VOCAB, (CU[-1],))
+
+    def gradients(pieces: list[tuple[int, int]], cu_seqlens: list[list[int]]) -> list[torch.Tensor]:
+        model.zero_grad()
+        for (a, b), cu in zip(pieces, cu_seqlens, strict=True):
+            logprobs, _ = token_logprobs(hidden_states(model, tokens[a:b], cu), head_weight(model), tokens[a:b])
+            logprobs.sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    together = gradients([(0, CU[-1])], [CU])
+    alone = gradients(list(pairwise(CU)), [[0, b - a] for a, b in pairwise(CU)])
+    for layer in model.base_model.layers:  # the backward calls the attention again
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    checkpointed = gradients([(0, CU[-1])], [CU])
+    for a, b, c in zip(together, alone, checkpointed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert torch.equal(a, c)
+
+
+def test_a_forward_without_segments_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    model = build(tmp_path, device="cpu", dtype=torch.float32, weights=True)
+    with pytest.raises(ValueError, match="without `attend=`"):
+        model(input_ids=torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_what_the_head_would_compute_wrongly_is_refused_by_name(tmp_path: Path) -> None:
+    Gemma2Config(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_log_probs_and_their_gradients_equal_log_softmax(temperature: float) -> None:
+    hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(29, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 29, (11,))
+    pull, pull_entropy = torch.randn(2, 11, dtype=torch.float64)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=4)
+    ours = torch.autograd.grad((logprobs * pull + entropy * pull_entropy).sum(), (hidden, weight))
+    full = (hidden @ weight.t() / temperature).log_softmax(-1)
+    expected = full.gather(1, targets[:, None])[:, 0]
+    expected_entropy = -(full.exp() * full).sum(-1)
+    theirs = torch.autograd.grad((expected * pull + expected_entropy * pull_entropy).sum(), (hidden, weight))
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_log_probs_alone_or_hidden_alone_may_need_gradients() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 4, 2]))
+    (only,) = torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)
+    expected = torch.autograd.grad((hidden @ weight.t()).log_softmax(-1)[[0, 1, 2], [0, 4, 2]].sum(), hidden)[0]
+    torch.testing.assert_close(only, expected)
+    assert torch.autograd.grad(entropy.sum(), hidden)[0].isfinite().all()
+
+
+def test_bfloat16_accumulates_log_probs_in_float32() -> None:
+    hidden, weight = torch.randn(7, 16).bfloat16().requires_grad_(), torch.randn(300, 16).bfloat16().requires_grad_()
+    logprobs, _ = token_logprobs(hidden, weight, torch.arange(7), chunk=3)
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32 and hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, 0.9475), (0.5, 0.4554), (1.5, 1.1526)])
+def test_entropy_of_four_logits_by_hand(temperature: float, expected: float) -> None:
+    weight = torch.tensor([[2.0], [1.0], [0.0], [-1.0]])
+    _, entropy = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]), temperature)
+    assert entropy.item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_no_rows_give_no_log_probs() -> None:
+    weight = torch.randn(5, 4, requires_grad=True)
+    logprobs, entropy = token_logprobs(torch.empty(0, 4), weight, torch.empty(0, dtype=torch.long))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert len(logprobs) == 0 and weight.grad.abs().sum() == 0

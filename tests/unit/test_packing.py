@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl import packing
+from spmd_rl.types import NO_VERSION, Rollout
+
+
+def _rollout(ticket: int, prompt: int, sampled: int) -> Rollout:
+    rollout = Rollout(env="e", task_id=f"t{ticket}", ticket=ticket, group_id=ticket // 2, reward=ticket / 3)
+    rollout.append(np.arange(prompt))
+    rollout.append(np.arange(sampled) + 5, -np.arange(sampled) / 7, np.full(sampled, 3))
+    rollout.reward_parts = {"exact": 1.0}
+    return rollout
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6))
+def test_unpacking_gives_back_what_was_packed(lengths: list[tuple[int, int]]) -> None:
+    rollouts = [_rollout(i, *pair) for i, pair in enumerate(lengths)]
+    again = packing.unpack(packing.from_arrays(packing.pack(rollouts).arrays(), packing.pack(rollouts).words))
+    assert len(again) == len(rollouts)
+    for before, after in zip(rollouts, again, strict=True):
+        assert after.reward == before.reward
+        assert after.reward_parts == before.reward_parts
+        for name, dtype in packing.PER_TOKEN.items():
+            np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+            assert getattr(after, name).dtype == dtype
+
+
+def test_a_file_reads_back_and_a_foreign_one_is_refused(tmp_path: Path) -> None:
+    packed = packing.pack([_rollout(0, 2, 3), _rollout(1, 1, 0)], np.array([0.5, -0.5]))
+    packing.save(packed, tmp_path / "a.safetensors")
+    again = packing.load(tmp_path / "a.safetensors")
+    assert again.words == packed.words
+    np.testing.assert_array_equal(again.advantage, np.float32([0.5, -0.5]))
+    from safetensors.numpy import save_file
+
+    save_file({"x": np.zeros(1)}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match="not a file of packed rollouts"):
+        packing.load(tmp_path / "b.safetensors")
+
+
+def test_arrays_that_do_not_fit_together_are_refused() -> None:
+    packed = packing.pack([_rollout(0, 2, 3)])
+    with pytest.raises(ValueError, match="do not fit together"):
+        packing.from_arrays(packed.arrays() | {"token_ids": packed.token_ids[1:]}, packed.words)
+    with pytest.raises(ValueError, match="missing or unknown"):
+        packing.from_arrays({"token_ids": packed.token_ids}, packed.words)
+
+
+def test_costs_are_split_evenly() -> None:
+    assert packing.split_evenly([5, 4, 3, 2], 2) == [[0, 3], [1, 2]]
+    assert packing.split_evenly([1], 3) == [[0], [], []]
+
+
+def test_versions_are_told_over_the_loss_masked_tokens_only() -> None:
+    rollout = Rollout(env="e", task_id="t")
+    rollout.append([1, 2])
+    rollout.append([3, 4], [-1, -1], [3, 3])
+    rollout.append([9])
+    rollout.append([5, 6, 7], [-1, -1, -1], [5, 5, 5])
+    assert rollout.version_runs() == [(3, 2), (5, 3)]
+    assert (rollout.head, rollout.tail, rollout.num_trainable) == (3, 5, 5)
+    assert rollout.versions.tolist() == [NO_VERSION] * 2 + [3, 3] + [NO_VERSION] + [5, 5, 5]
+
+
+def test_a_replayed_rollout_has_no_head() -> None:
+    rollout = Rollout(env="e", task_id="t")
+    rollout.append([3, 4], [-1, -1])
+    assert (rollout.head, rollout.tail, rollout.num_trainable) == (NO_VERSION, NO_VERSION, 2)
+
+
+def test_an_append_of_unequal_lengths_changes_nothing() -> None:
+    rollout = Rollout(env="e", task_id="t")
+    with pytest.raises(ValueError, match="append of 2 tokens"):
+        rollout.append([1, 2], [-1.0], [0, 0])
+    assert len(rollout.token_ids) == len(rollout.versions) == 0

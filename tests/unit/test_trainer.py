@@ -1,0 +1,334 @@
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spmd_rl import tiny_model
+from spmd_rl.losses import LOSSES, LossSums, Rows
+from spmd_rl.model import build, token_logprobs
+from spmd_rl.packing import Packed, pack
+from spmd_rl.trainer.optimizer import square_sum, warmed_up
+from spmd_rl.trainer.ranks import TrainerRanks
+from spmd_rl.trainer.trainer import Trainer
+from spmd_rl.types import Rollout
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model.make(folder)
+    return folder
+
+
+def trainer(folder: Path, **settings: object) -> Trainer:
+    model = build(folder, device=CPU, dtype=torch.float32, weights=True)
+    defaults = {"loss": LOSSES["decoupled"](), "learning_rate": 1e-3, "grad_clip": 1e9}
+    return Trainer(model=model, mesh=None, group=None, device=CPU, **(defaults | settings))
+
+
+def rollout(ticket: int, num_prompt: int, num_sampled: int, version: int = 0) -> Rollout:
+    """Random tokens; the behavior log-probs are what `on_policy` puts in."""
+    random = np.random.default_rng(ticket)
+    made = Rollout(env="e", task_id=str(ticket), ticket=ticket)
+    made.append(random.integers(3, 60, num_prompt))
+    made.append(random.integers(3, 60, num_sampled), np.full(num_sampled, -4.0), np.full(num_sampled, version))
+    return made
+
+
+def shares(*lengths: tuple[int, int], advantages: Sequence[float] | None = None, version: int = 0) -> Packed:
+    rollouts = [rollout(i, *pair, version=version) for i, pair in enumerate(lengths)]
+    if advantages is None:
+        advantages = [1.0 - 0.7 * i for i in range(len(lengths))]
+    return pack(rollouts, np.array(advantages, np.float32))
+
+
+def on_policy(policy: Trainer, batch: Packed) -> Packed:
+    for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        scores = policy.score(batch.token_ids[a:b])
+        batch.behavior_logprobs[a:b] = np.where(batch.loss_mask[a:b], scores, 0)
+    return batch
+
+
+def weights(policy: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.named_parameters().items()}
+
+
+def constant_loss(rows: Rows, values: dict[float, float]) -> LossSums:
+    """A token with advantage a has the loss values[a], with gradient."""
+    each = torch.tensor([values[round(a, 3)] for a in rows.advantages.tolist()])
+    result = LOSSES["tis"]()(rows)
+    return LossSums(total=(each + 0 * rows.current).sum(), sums=result.sums, maxima=result.maxima)
+
+
+def test_loss_is_divided_by_the_tokens_of_all_micro_batches(folder: Path) -> None:
+    batch = shares((3, 100), *[(3, 90)] * 10, advantages=[0.5, *[1.0] * 10])
+    policy = trainer(folder, loss=partial(constant_loss, values={0.5: 2.0, 1.0: 0.5}), micro_batch_tokens=128)
+    metrics = policy.step(batch, 0)
+    assert metrics["num_microbatches"] == 11
+    assert metrics["tokens"] == 1000
+    assert metrics["loss"] == pytest.approx(0.65)
+
+
+def test_masked_out_tokens_are_not_in_the_denominator(folder: Path) -> None:
+    batch = shares((2, 20), (2, 10), advantages=[1.0, 1.0])
+    batch.loss_mask[-5:] = False
+    policy = trainer(folder, loss=partial(constant_loss, values={1.0: 1.0}))
+    metrics = policy.step(batch, 0)
+    assert (metrics["tokens"], metrics["loss"]) == (25, 1.0)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [32, 64, 100_000])
+def test_micro_batches_change_neither_gradient_norm_nor_weights(folder: Path, micro_batch_tokens: int) -> None:
+    batch = shares((5, 20), (2, 1), (9, 14), (1, 30), (4, 7), advantages=[1, -1, 0.5, -0.2, 2])
+    whole = trainer(folder, learning_rate=1e-4)
+    cut = trainer(folder, learning_rate=1e-4, micro_batch_tokens=micro_batch_tokens)
+    expected, found = whole.step(batch, 0), cut.step(batch, 0)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    others = dict(cut.model.named_parameters())
+    for name, tensor in whole.model.named_parameters():
+        torch.testing.assert_close(others[name], tensor, rtol=0, atol=1e-5)
+        # the first moment is the gradient, without Adam's division that turns noise around 0 into steps
+        moments = cut.optimizer.state[others[name]]["exp_avg"], whole.optimizer.state[tensor]["exp_avg"]
+        torch.testing.assert_close(*moments, rtol=1e-5, atol=1e-8)
+
+
+def test_gradient_is_that_of_transformers_and_plain_torch(folder: Path) -> None:
+    batch = shares((5, 4), (3, 6), advantages=[1.0, -0.5])
+    policy = trainer(folder, loss=LOSSES["tis"](importance_cap=1e9), temperature=0.7)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    total = 0.0
+    for i, (a, b) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)):
+        ids = torch.from_numpy(batch.token_ids[a:b]).long()
+        logprobs = (plain(input_ids=ids[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+        logprobs = logprobs.gather(1, ids[1:, None])[:, 0]
+        mask = torch.from_numpy(batch.loss_mask[a:b])[1:]
+        behavior = torch.from_numpy(batch.behavior_logprobs[a:b])[1:]
+        ratio = (logprobs.detach() - behavior).exp()
+        total = total - (float(batch.advantage[i]) * ratio * logprobs)[mask].sum()
+    loss = total / 10
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in plain.parameters()))
+    metrics = policy.step(batch, 0)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_on_policy_importance_and_ratio_are_one_for_every_token_the_first_included(folder: Path) -> None:
+    policy = trainer(folder)
+    batch = on_policy(policy, shares((1, 1), (1, 8), (6, 40), version=3))
+    metrics = policy.step(batch, 3)
+    assert metrics["importance_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["importance_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_max"] == 1
+    assert metrics["clip_share"] == 0
+    assert metrics["mismatch_kl"] < 1e-10
+    assert metrics["mismatch_tokens"] == metrics["tokens"] == 49
+
+
+def test_first_minibatch_has_ratio_exactly_one_and_later_ones_move(folder: Path) -> None:
+    seen: list[float] = []
+
+    def watching(rows: Rows) -> LossSums:
+        seen.append(float((rows.current.detach() - rows.proximal).abs().max()))
+        return LOSSES["decoupled"]()(rows)
+
+    batch = shares((5, 20), (2, 5), (9, 14), (3, 30), advantages=[1, -1, 0.5, -0.2])
+    policy = trainer(folder, loss=watching, num_minibatches=2, num_epochs=2, micro_batch_tokens=32)
+    metrics = policy.step(batch, 0)
+    assert metrics["optimizer_steps"] == policy.num_steps == 4
+    assert metrics["tokens"] == 2 * 69
+    assert seen[0] == 0.0  # the first minibatch is one micro-batch
+    assert all(difference > 0 for difference in seen[1:])
+    assert metrics["ratio_max"] > 1
+
+
+def test_mismatch_is_measured_on_tokens_of_the_trained_version_only(folder: Path) -> None:
+    policy = trainer(folder)
+    batch = on_policy(policy, shares((4, 10), (4, 10), version=7))
+    batch.versions[batch.loss_mask] = np.repeat([6, 7], 10)
+    batch.behavior_logprobs[:14] -= 1.0
+    metrics = policy.step(batch, 7)
+    assert metrics["mismatch_tokens"] == 10
+    assert metrics["mismatch_kl"] < 1e-10
+    assert metrics["kl_behavior_proximal"] == pytest.approx((math.e - 2) / 2, rel=1e-4)
+    assert "mismatch_kl" not in policy.step(batch, 8)
+
+
+def test_maxima_are_maxima_over_micro_batches(folder: Path) -> None:
+    policy = trainer(folder, micro_batch_tokens=16)
+    batch = on_policy(policy, shares(*[(2, 12)] * 4))
+    batch.behavior_logprobs[30] -= math.log(9.0)  # a loss token of the third rollout
+    metrics = policy.step(batch, 0)
+    assert metrics["num_microbatches"] == 4
+    assert metrics["importance_max"] == pytest.approx(9, rel=1e-4)
+    assert metrics["importance_mean"] == pytest.approx((47 + 9) / 48, rel=1e-4)
+    assert metrics["importance_capped_share"] == pytest.approx(1 / 48)
+
+
+def test_nan_off_the_mask_changes_nothing(folder: Path) -> None:
+    batch = shares((5, 20), (2, 5))
+    clean = trainer(folder).step(batch, 0)
+    batch.behavior_logprobs[~batch.loss_mask] = math.nan
+    assert trainer(folder).step(batch, 0)["grad_norm"] == clean["grad_norm"]
+
+
+def test_sequence_with_advantage_zero_is_not_computed_but_divides(folder: Path) -> None:
+    batch = shares((5, 20), (5, 30), advantages=[1.0, 0.0])
+    metrics = trainer(folder).step(batch, 0)
+    alone = trainer(folder).step(shares((5, 20), advantages=[1.0]), 0)
+    assert (metrics["tokens"], metrics["computed_tokens"], metrics["input_tokens"]) == (50, 20, 24)
+    assert metrics["grad_norm"] == pytest.approx(alone["grad_norm"] * 20 / 50, rel=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(), ((4, 0), (3, 0))])
+def test_a_batch_without_loss_tokens_takes_no_step(folder: Path, lengths: tuple[tuple[int, int], ...]) -> None:
+    policy = trainer(folder)
+    before = weights(policy)
+    metrics = policy.step(shares(*lengths), 0)
+    assert (metrics["empty_step"], metrics["optimizer_steps"], metrics["loss"], policy.num_steps) == (1, 0, 0, 0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+
+
+def test_non_finite_loss_stops_before_the_optimizer_and_names_the_tickets(folder: Path) -> None:
+    policy = trainer(folder, micro_batch_tokens=32)
+    before = weights(policy)
+    batch = shares((2, 20), (2, 20), (2, 20))
+    batch.behavior_logprobs[30] = math.nan
+    with pytest.raises(RuntimeError, match=r"non-finite loss while training version 5: .* tickets \[1\]"):
+        policy.step(batch, 5)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+    assert policy.num_steps == 0
+
+
+def test_non_finite_gradient_of_a_finite_loss_names_the_tickets(folder: Path) -> None:
+    def infinite_slope(rows: Rows) -> LossSums:
+        """Where the advantage is 2: the square root of 0, which is finite and has no slope."""
+        result = LOSSES["tis"]()(rows)
+        apart = (rows.current - rows.current.detach()).abs() if rows.advantages[0] == 2 else rows.current.exp()
+        return LossSums(total=apart.sqrt().sum(), sums=result.sums, maxima=result.maxima)
+
+    policy = trainer(folder, loss=infinite_slope, micro_batch_tokens=32)
+    with pytest.raises(RuntimeError, match=r"gradient norm nan .* tickets \[1\]"):
+        policy.step(shares((2, 20), (2, 20), (2, 20), advantages=[1, 2, 1]), 0)
+
+
+def test_learning_rate_warms_up_and_gradient_is_clipped(folder: Path) -> None:
+    policy = trainer(folder, learning_rate=0.1, warmup_steps=4)
+    assert [policy.step(shares((2, 5)), n)["learning_rate"] for n in range(5)] == pytest.approx(
+        [0.025, 0.05, 0.075, 0.1, 0.1]
+    )
+    assert warmed_up(1.0, 0, 0) == 1.0
+
+
+def test_norm_reported_is_before_clipping_and_clipping_scales_all(folder: Path) -> None:
+    batch = shares((2, 20), (3, 8))
+    free, clipped = trainer(folder), trainer(folder, grad_clip=1e-4)
+    assert free.step(batch, 0)["grad_norm"] == clipped.step(batch, 0)["grad_norm"] > 1e-4
+    moments = [
+        p.optimizer.state[p.model.get_input_embeddings().weight]["exp_avg"].norm().item() for p in (free, clipped)
+    ]
+    norm = trainer(folder).step(batch, 0)["grad_norm"]
+    assert moments[1] / moments[0] == pytest.approx(1e-4 / norm, rel=1e-4)
+
+
+def test_gradient_norm_is_summed_in_float64() -> None:
+    ranks = TrainerRanks(group=None, device=CPU)
+    gradients = [torch.full((3,), 1e30), torch.full((1,), 2e30), torch.empty(0)]  # squares beyond float32
+    squares, loss = square_sum(gradients, ranks, 1, torch.tensor(2.5))
+    assert squares.sqrt().item() == pytest.approx(7**0.5 * 1e30, rel=1e-6)
+    assert loss == 2.5
+
+
+def test_learning_rate_zero_changes_nothing(folder: Path) -> None:
+    policy = trainer(folder, learning_rate=0.0)
+    before = weights(policy)
+    policy.step(shares((2, 20), (3, 8)), 0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+
+
+def test_step_makes_good_tokens_likelier_and_bad_ones_rarer(folder: Path) -> None:
+    policy = trainer(folder)
+    batch = on_policy(policy, shares((4, 20), (4, 20), advantages=[1, -1]))
+    before = [policy.score(batch.token_ids[:24])[4:].sum(), policy.score(batch.token_ids[24:])[4:].sum()]
+    policy.step(batch, 0)
+    after = [policy.score(batch.token_ids[:24])[4:].sum(), policy.score(batch.token_ids[24:])[4:].sum()]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
+    batch = shares((5, 20), (2, 5), (9, 14))
+    plain = trainer(folder, micro_batch_tokens=32).step(batch, 0)
+    again = trainer(folder, micro_batch_tokens=32, activation_checkpointing=True).step(batch, 0)
+    assert again["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
+
+
+def test_score_equals_transformers(folder: Path) -> None:
+    policy = trainer(folder, temperature=0.5)
+    ids = np.arange(3, 40, dtype=np.int32)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logprobs = plain(input_ids=torch.from_numpy(ids).long()[None]).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.from_numpy(ids[1:]).long()[:, None])[:, 0].numpy()
+    scores = policy.score(ids)
+    assert (scores.dtype, scores[0]) == (np.float32, 0.0)
+    assert scores[1:] == pytest.approx(expected, abs=1e-5)
+    assert policy.score(ids[:1]).tolist() == [0.0]
+    assert policy.score(ids[:0]).shape == (0,)
+
+
+def test_exported_folder_is_what_transformers_loads(folder: Path, tmp_path: Path) -> None:
+    policy = trainer(folder)
+    policy.step(shares((4, 20), (4, 20)), 0)
+    for _ in range(2):  # the second replaces the first
+        policy.export(tmp_path / "model", folder)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, tensor in loaded.named_parameters():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, policy.named_parameters()[name]), name
+    ids = np.arange(3, 40, dtype=np.int32)
+    reread = trainer(tmp_path / "model")
+    assert (reread.score(ids) == policy.score(ids)).all()
+    names = {file.name for file in (tmp_path / "model").iterdir()}
+    assert names == {file.name for file in folder.iterdir()}
+
+
+def test_state_of_step_zero_is_one_of_step_zero(folder: Path) -> None:
+    batch = shares((4, 20), (4, 20))
+    fresh, restored = trainer(folder), trainer(folder)
+    restored.load_state_dict(trainer(folder).state_dict())
+    fresh.step(batch, 0)
+    restored.step(batch, 0)
+    assert all(torch.equal(weights(fresh)[n], t) for n, t in restored.named_parameters().items())
+
+
+def test_temperature_must_be_positive(folder: Path) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        trainer(folder, temperature=0.0)
+
+
+@pytest.mark.parametrize(("temperature", "entropy"), [(1.0, 0.9475), (0.5, 0.4554), (1.5, 1.1526)])
+def test_entropy_at_a_temperature(temperature: float, entropy: float) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    assert token_logprobs(logits, torch.eye(4), torch.tensor([0]), temperature)[1].item() == pytest.approx(
+        entropy, abs=5e-5
+    )
+
+
+def test_ratio_is_one_when_trained_at_the_temperature_of_sampling() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    sampled = (logits / 0.6).log_softmax(-1)
+    every = torch.arange(4)
+    for temperature, ratios in ((0.6, [1, 1, 1, 1]), (1.0, [0.79, 1.54, 3.01, 5.86])):
+        trained, _ = token_logprobs(logits.expand(4, 4).contiguous(), torch.eye(4), every, temperature)
+        assert (trained - sampled).exp().tolist() == pytest.approx(ratios, abs=0.01)
+    rows = Rows(current=sampled, proximal=sampled, behavior=sampled, advantages=torch.ones(4), sequence=every * 0)
+    assert LOSSES["ppo"]()(rows).maxima["ratio_max"] == 1
