@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils.logging import disable_progress_bar
 
 ATTENTION = "spmd_varlen"
 
@@ -180,6 +181,7 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
     """The model in a folder, in eval mode.  weights=False: parameters on the meta device, only their shapes."""
     config = load_config(folder)
     if weights:
+        disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
         ).to(device)

@@ -55,5 +55,5 @@ def test_an_evaluation_cannot_reuse_ids_that_are_open():
 
 @pytest.mark.parametrize(("samples", "solved", "k"), list(itertools.product([5], range(6), range(1, 6))))
 def test_pass_at_k_is_the_share_of_draws_with_a_solved_one(samples, solved, k):
-    draws = itertools.combinations(range(samples), k))
+    draws = list(itertools.combinations(range(samples), k))
     assert pass_at(k, samples, solved) == pytest.approx(sum(min(d) < solved for d in draws) / len(draws))

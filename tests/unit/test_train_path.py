@@ -1,0 +1,221 @@
+"""Gate, dispatcher, sink and ledger joined, with inference that generates token by token on a virtual clock."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from spmd_rl.bounds import age_bound
+from spmd_rl.ledger import Ledger
+from spmd_rl.orchestrator.dispatcher import Dispatcher
+from spmd_rl.orchestrator.gate import Gate
+from spmd_rl.orchestrator.order import make_order
+from spmd_rl.orchestrator.train_path import PathState, TrainPath
+from spmd_rl.orchestrator.train_sink import TrainSink
+from spmd_rl.policy import Policy
+from tests import fakes
+from tests.clock import run_virtual
+
+S, B, G, C = 2, 8, 4, 24
+
+
+class Run:
+    """A small orchestrator; `until` trains up to a version, then stands still."""
+
+    def __init__(
+        self, *, version=0, order="admission", max_age=None, over_age="wait", num_tasks=None, cursor=0, seed=0
+    ):
+        coin = random.Random(f"{seed} {version}")
+        stream = fakes.tasks(num_tasks)
+        for _ in range(cursor):
+            next(stream)
+        bound = age_bound(
+            gate="admission",
+            order=order,
+            max_staleness=S,
+            batch_size=B,
+            group_size=G,
+            max_age=max_age,
+            over_age=over_age,
+        )
+        self.policy = Policy(version)
+        self.gate = Gate(
+            self.policy,
+            max_staleness=S,
+            batch_size=B,
+            max_concurrent=C,
+            defer=lambda wake: asyncio.get_running_loop().call_when_settled(wake),
+        )
+        self.inference = fakes.Inference(self.policy, lambda ticket: coin.uniform(0.5, 14.0))
+        self.dispatcher = Dispatcher(
+            tasks=stream,
+            gate=self.gate,
+            policy=self.policy,
+            submit=self.inference.submit,
+            cancel=self.inference.cancel,
+            group_size=G,
+        )
+        self.sink = TrainSink(
+            batch_size=B,
+            group_size=G,
+            advantages=lambda rewards, usable: rewards.astype(np.float32) + 1,
+            order=make_order(order),
+            bound=bound,
+            over_age=over_age,
+        )
+        self.ledger = Ledger()
+        self.path = TrainPath(
+            dispatcher=self.dispatcher, sink=self.sink, gate=self.gate, policy=self.policy, ledger=self.ledger
+        )
+        self.inference.ended = self.ended
+        self.trained: list = []  # rollouts, in order
+        self.ages: list[int] = []
+        self.running_always_matched = True
+
+    def ended(self, rollout) -> None:
+        self.ledger.generate(rollout.num_trainable)
+        self.path.ended(rollout)
+        self.running_always_matched &= self.dispatcher.in_flight == len(self.inference.running)
+
+    async def until(self, version: int | None = None) -> PathState:
+        """Train up to `version`, or to the end; one batch is formed ahead of the trainer."""
+        batches: asyncio.Queue = asyncio.Queue(1)
+
+        async def form() -> None:
+            index = self.policy.version
+            while (batch := await self.path.form(index)) is not None:
+                await batches.put(batch)
+                index += 1
+            await batches.put(None)
+
+        async with asyncio.TaskGroup() as tasks:
+            parts = (self.dispatcher.run(), self.path.collect(), form())
+            running = [tasks.create_task(part) for part in parts]
+            while self.policy.version != version and (batch := await batches.get()) is not None:
+                self.ages += [batch.index - r.head for r in batch.rollouts if not r.failed]
+                self.trained += batch.rollouts
+                await asyncio.sleep(8.0)
+                self.policy.advance(batch.index + 1)
+                self.path.assert_closed()
+                self.ledger.assert_tokens_closed()
+            for task in running:
+                task.cancel()
+        return self.path.snapshot()
+
+
+def test_every_token_and_rollout_is_accounted_for_at_the_end():
+    async def main():
+        run = Run(num_tasks=51)
+        await run.until()
+        assert run.dispatcher.drained
+        run.path.leave_over()
+        run.path.assert_closed()
+        run.ledger.assert_tokens_closed()
+        assert run.ledger.rollouts == {"trained": 200, "filtered": 0, "dropped": 0, "failed": 0, "left_over": 4}
+        assert run.ledger.tokens["trained"] + run.ledger.tokens["left_over"] == sum(run.inference.lengths.values())
+        assert run.gate.running == 0 and run.gate.waiting == 0
+
+    run_virtual(main())
+
+
+def test_trained_lengths_are_the_generated_lengths_ticket_by_ticket():
+    async def main():
+        run = Run(num_tasks=200)
+        await run.until()
+        assert [(r.ticket, r.num_trainable) for r in run.trained] == sorted(run.inference.lengths.items())
+        assert max(run.ages) == S and run.running_always_matched
+        assert max(r.tail - r.head for r in run.trained) >= 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("order", ["completion", "oldest", "admission"])
+@pytest.mark.parametrize("max_age", [None, 3])
+def test_a_resumed_run_goes_on_where_the_old_one_stood(order, max_age):
+    """Every ticket is trained exactly once, the first step admits at most (S + 1)·B, and ages count on."""
+
+    async def first() -> tuple[Run, PathState, int]:
+        run = Run(order=order, max_age=max_age)
+        state = await run.until(40)
+        return run, state, run.dispatcher.next_group
+
+    async def second(state: PathState, cursor: int) -> tuple[Run, int]:
+        run = Run(order=order, max_age=max_age, version=40, cursor=cursor)
+        run.path.restore(state)
+        restored = run.gate.accepted + run.gate.running - 40 * B
+        assert run.gate.accepted == 40 * B + sum(len(g.rollouts) for g in state.groups) + len(state.batches) * B
+        await run.until(41)
+        admitted = run.dispatcher.num_admitted
+        assert 0 <= restored <= (S + 1) * B
+        return run, admitted
+
+    async def rest(state: PathState, cursor: int) -> Run:
+        run = Run(order=order, max_age=max_age, version=40, cursor=cursor)
+        run.path.restore(state)
+        await run.until(80)
+        return run
+
+    before, state, cursor = run_virtual(first())
+    assert state.batches and state.unfinished and state.version == 40
+    _, admitted = run_virtual(second(state, cursor))
+    assert 0 < admitted <= (S + 1) * B
+    after = run_virtual(rest(state, cursor))
+    tickets = [r.ticket for r in before.trained + after.trained]
+    assert len(tickets) == len(set(tickets)) == 80 * B
+    if order == "admission":
+        assert tickets == list(range(80 * B))
+    if max_age is not None:
+        assert max(after.ages) <= max_age
+
+
+def test_a_resume_with_the_counter_at_zero_is_refused():
+    async def main():
+        run = Run(version=40)
+        with pytest.raises(ExceptionGroup) as caught:
+            await run.until(41)
+        assert "bound is (S + 1) * B = 24: was the gate restored?" in str(caught.value.exceptions[0])
+
+    run_virtual(main())
+
+
+def test_a_resume_under_another_batch_size_says_what_to_do():
+    async def main():
+        run = Run()
+        state = await run.until(5)
+        resumed = Run(version=5)
+        resumed.gate.batch_size = 4
+        with pytest.raises(ValueError, match="batch_size = 4, but the checkpoint holds formed batches of 8"):
+            resumed.path.restore(state)
+
+    run_virtual(main())
+
+
+def test_dropped_groups_are_cancelled_counted_and_replaced():
+    async def main():
+        run = Run(order="completion", max_age=2, over_age="drop")
+        await run.until(60)
+        assert max(run.ages) == 2
+        assert run.ledger.rollouts["dropped"] > 0 and run.inference.cancelled
+        assert run.running_always_matched
+        length = {end: run.ledger.tokens[end] / run.ledger.rollouts[end] for end in ("trained", "dropped")}
+        assert length["trained"] > 0 and length["dropped"] > 0
+
+    run_virtual(main())
+
+
+def test_siblings_of_a_failed_member_stay_counted_until_they_end():
+    async def main():
+        run = Run(num_tasks=1)
+        tasks = [asyncio.create_task(run.dispatcher.run()), asyncio.create_task(run.path.collect())]
+        await asyncio.sleep(0)
+        work = run.inference.submitted[0]
+        run.inference.seconds = lambda ticket: 1.0
+        first = next(iter(run.inference.running))
+        run.inference._timers[first].cancel()
+        run.inference._end(work, 0, True)
+        assert (run.dispatcher.in_flight, run.gate.running, len(run.inference.running)) == (3, 4, 3)
+        await asyncio.gather(*tasks)
+        assert (run.dispatcher.in_flight, run.gate.running, run.gate.accepted) == (0, 0, 4)
+
+    run_virtual(main())
