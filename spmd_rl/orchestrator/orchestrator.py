@@ -29,7 +29,7 @@ from spmd_rl.orchestrator.eval_runner import EvalRunner
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
 from spmd_rl.orchestrator.metrics_loop import MetricsLoop
 from spmd_rl.orchestrator.order import make_order
-from spmd_rl.orchestrator.report import Report, SampledRewards, batch_metrics, eval_values
+from spmd_rl.orchestrator.report import Report, batch_metrics, eval_values, reward_metrics
 from spmd_rl.orchestrator.roll_call import RollCall
 from spmd_rl.orchestrator.ship_hold import ShipHold
 from spmd_rl.orchestrator.train_path import TrainPath
@@ -158,7 +158,6 @@ class Orchestrator:
         self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
         self._load = dict.fromkeys(links.engines, 0)  # rollouts in flight by engine
         self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
-        self._sampled = SampledRewards()
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
         self._admitted_before = 0
@@ -188,7 +187,6 @@ class Orchestrator:
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
         else:
-            self._sampled.add(rollout)
             self.path.ended(rollout)
 
     def stepped(self, rank: int, version: int, metrics: dict[str, float]) -> None:
@@ -279,7 +277,8 @@ class Orchestrator:
             batch = await self.path.form(index)
             if batch is None:
                 raise RuntimeError(f"the tasks ended before batch {index} of {self._last_version} was full")
-            values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages) | self._sampled.take()
+            values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages)
+            values |= reward_metrics([*batch.rollouts, *self.path.take_given_up()])
             values["time/parked_s"] = await self.hold.wait(index)
             self._values[index + 1] = values
             packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch)
@@ -321,6 +320,7 @@ class Orchestrator:
             self._adaptive.observe(waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"])
         self._recorder.write("step", version, values)
         self._report.step(version, values)
+        self._later(self._count_engines())
 
     # ---- engines
 
@@ -354,6 +354,7 @@ class Orchestrator:
             "weights/poll_to_reload_s": self._clock() - start,
             "weights/receive_s": max(load.receive_s for load in loads),
             "weights/pause_s": max(load.pause_s for load in loads),
+            "weights/verified_engines": len(loads),
         }
 
     def _check_loads(self, version: int, loads: Sequence[Loaded]) -> None:

@@ -20,28 +20,14 @@ from spmd_rl.types import Batch, Rollout
 ENDS = 5  # batches at either end of the run that reward_first and reward_last are the means of
 
 
-class SampledRewards:
-    """Rewards of all rollouts that ended, whether they were trained or filtered."""
-
-    def __init__(self) -> None:
-        self._rewards: list[float] = []
-        self._parts: dict[str, list[float]] = {}
-        self._last = 0.0
-
-    def add(self, rollout: Rollout) -> None:
-        if not rollout.failed:
-            self._rewards.append(rollout.reward)
-            for name, value in rollout.reward_parts.items():
-                self._parts.setdefault(f"{rollout.env}/{name}", []).append(value)
-
-    def take(self) -> dict[str, float]:
-        """Means since the last call; the last ones again where nothing has ended since."""
-        if self._rewards:
-            self._last = float(np.mean(self._rewards))
-        values = {"reward": self._last, "rollout/sampled": len(self._rewards)}
-        values |= {f"reward/{name}": float(np.mean(parts)) for name, parts in self._parts.items()}
-        self._rewards, self._parts = [], {}
-        return values
+def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean reward and parts of what was sampled for a batch: its own rollouts and those given up meanwhile."""
+    good = [r for r in rollouts if not r.failed]
+    parts: dict[str, list[float]] = {}
+    for rollout in good:
+        for name, value in rollout.reward_parts.items():
+            parts.setdefault(f"reward/{rollout.env}/{name}", []).append(value)
+    return {"reward": _mean([r.reward for r in good]) or 0.0} | {name: _mean(values) for name, values in parts.items()}
 
 
 def batch_metrics(batch: Batch, *, usable: Callable[[Rollout], bool], ages: AgeStats) -> dict[str, float]:

@@ -45,6 +45,7 @@ class TrainPath:
         self.generation_s: Counter[str] = Counter()  # by outcome; tells whether dropping prefers the short
         self._former: asyncio.Future[None] | None = None
         self._collected = False
+        self._given_up: list[Rollout] = []  # since the last batch was formed
         dispatcher.on_admit(self._admitted)
         policy.on_change(self._trained)
 
@@ -76,6 +77,11 @@ class TrainPath:
         self._gate.consume()
         self._expire(index + 1)
         return batch
+
+    def take_given_up(self) -> list[Rollout]:
+        """Rollouts of groups that were given up since the last call."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def leave_over(self) -> None:
         """At the end: what is kept and in no batch will not be trained."""
@@ -139,6 +145,7 @@ class TrainPath:
         else:
             self._count(group.rollouts, "dropped" if verdict == "over_age" else "filtered")
             self._gate.settle(rejected=size)
+            self._given_up += group.rollouts
 
     def _expire(self, index: int) -> None:
         expired = self._sink.expire(index)
