@@ -160,7 +160,8 @@ class Orchestrator:
         self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
-        self._admitted_before = 0
+        self._admitted_until = {version: 0}  # rollouts admitted before a version was live
+        self.policy.on_change(self._note_admitted)
         self._stop = asyncio.Event()
         self._num_stats = 0
         self._probe: list[np.ndarray] = []
@@ -174,7 +175,7 @@ class Orchestrator:
         self.path.restore(saved_state.from_json(words["path"], rollouts))
         self._tasks.skip_to(words["cursor"])
         self.ledger.close_tokens()
-        self._admitted_before = self.ledger.admitted
+        self._admitted_until = {self._first_version: self.ledger.admitted}
 
     def stop(self) -> None:
         """End early, with a checkpoint of what there is, within shutdown_s."""
@@ -306,16 +307,18 @@ class Orchestrator:
                 self._evaluating = self._later(self._evaluate(self._config.eval_concurrent))
         await self._evaluation_ended()
 
+    def _note_admitted(self) -> None:
+        self._admitted_until[self.policy.version] = self.ledger.admitted
+
     def _record_step(self, version: int) -> None:
         values = self._values.pop(version)
         staleness, batch_size = self._config.staleness, self._config.rollout.batch_size
         values |= {
-            "admission/per_step": self.ledger.admitted - self._admitted_before,
+            "admission/per_step": self._admitted_until[version] - self._admitted_until.pop(version - 1),
             "admission/bound": (staleness.max_staleness + 1) * batch_size,
             "queue/out_depth": self.dispatcher.output_depth + self.sink.num_waiting // self._config.rollout.group_size,
             "queue/in_flight": self.dispatcher.in_flight,
         }
-        self._admitted_before = self.ledger.admitted
         if self._adaptive is not None:
             self._adaptive.observe(waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"])
         self._recorder.write("step", version, values)

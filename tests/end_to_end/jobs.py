@@ -1,0 +1,58 @@
+"""Real jobs for tests: a torchrun of this package in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+MODELS = ROOT / "models"  # made by the first test that needs one, and kept
+LIMIT_S = 240.0  # no test's job comes near it
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended."""
+
+    code: int  # of torchrun: 0, or 1 for any rank's failure
+    output: str  # of all ranks
+    folder: Path  # run directory
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def metrics(self, kind: str) -> list[dict]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def command(config: str, folder: Path, *settings: str, num_ranks: int = 2, launcher: tuple[str, ...] = ()) -> list[str]:
+    """What a user would type."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return [*torchrun, *launcher, "-m", "spmd_rl", str(CONFIGS / config), f"run.dir={folder}", *settings]
+
+
+def environment() -> dict[str, str]:
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), **quiet}
+
+
+def run(config: str, folder: Path, *settings: str, num_ranks: int = 2, launcher: tuple[str, ...] = ()) -> Job:
+    """Run a job to its end."""
+    done = subprocess.run(
+        command(config, folder, *settings, num_ranks=num_ranks, launcher=launcher),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return Job(done.returncode, done.stdout, folder)

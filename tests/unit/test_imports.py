@@ -1,0 +1,61 @@
+"""A file imports only from layers before its own, and no sibling; a folder counts as one file."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "spmd_rl"
+LAYERS = [
+    {"types", "policy", "ledger", "topology", "bounds", "virtual_time", "folders", "run_dir", "gguf"},
+    {"config", "packing", "advantages", "losses", "rewards", "tokenizer", "model", "weight_layout", "task_stream"},
+    {"envs"},
+    {"tiny_model", "smollm2"},
+    {"world", "transport", "weight_sync", "checkpoint", "batch_log", "engine", "trainer", "liveness", "recorder"},
+    {"engine_thread", "episodes"},
+    {"orchestrator", "simulate"},
+    {"inference", "training"},
+    {"orchestration"},
+    {"train"},
+    {"cli"},
+    {"__main__"},
+]
+ALLOWED = {("simulate", "orchestrator"), ("world", "topology"), ("config", "topology"), ("smollm2", "gguf")}
+TORCH_FREE = ("orchestrator.orchestrator", "simulate", "config", "task_stream", "tokenizer", "envs.lookup", "packing")
+
+
+def _imports(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "spmd_rl":
+            parts = node.module.split(".")[1:]
+            found |= {parts[0]} if parts else {alias.name for alias in node.names}
+    return found
+
+
+def test_every_arrow_points_to_an_earlier_layer() -> None:
+    rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue
+        for name in _imports(path) - {own}:
+            if (own, name) not in ALLOWED and rank[name] >= rank[own]:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong
+
+
+def test_only_the_wiring_imports_all_parts_of_the_orchestrator() -> None:
+    parts = {path.stem for path in (PACKAGE / "orchestrator").glob("*.py")}
+    for path in (PACKAGE / "orchestrator").glob("*.py"):
+        if path.stem in ("orchestrator", "train_path", "state", "report", "eval_runner"):
+            continue
+        siblings = {name for name in parts if f"from spmd_rl.orchestrator.{name} " in path.read_text()}
+        assert len(siblings) <= 1, f"{path.name} imports {siblings}"
+
+
+def test_the_orchestrator_half_imports_no_torch() -> None:
+    lines = "; ".join(f"import spmd_rl.{name}" for name in TORCH_FREE)
+    subprocess.run([sys.executable, "-c", f"{lines}; import sys; assert 'torch' not in sys.modules"], check=True)
