@@ -22,6 +22,7 @@ from spmd_rl.liveness import Liveness
 from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.packing import Packed
+from spmd_rl.plot import plot_run
 from spmd_rl.recorder import Recorder
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.task_stream import TaskStream
@@ -175,7 +176,8 @@ async def run_orchestrator(
     for inbox in inboxes:
         inbox.join(timeout_s=config.run.shutdown_s)
     recorder.close()
-    paths: Mapping[str, object] = {"run directory": run_dir.path}
+    plot_run(run_dir.metrics, run_dir.curve, bound=config.age_bound.age)
+    paths: Mapping[str, object] = {"run directory": run_dir.path, "curve": run_dir.curve}
     if status == "done":
         paths = {**paths, "trained model": run_dir.model}
     report.say(report.table(summary, paths=paths))

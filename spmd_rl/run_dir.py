@@ -1,6 +1,7 @@
 """The run directory: where everything that a run leaves behind lies.
 
-    config.toml  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  summary.json  abandoned/
+    config.toml  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  summary.json
+    curve.png  abandoned/
 
 Knows the names and what a resume moves aside; not what is in the files.
 """
@@ -48,6 +49,10 @@ class RunDir:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.png"
 
     @property
     def summary(self) -> Path:

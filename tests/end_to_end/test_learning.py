@@ -151,7 +151,9 @@ def test_two_turns_with_a_tool_are_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("setting", "most"), [("trainer.learning_rate=0.0", 0.2), ("trainer.advantage_scale=-1.0", 0.1)])
+@pytest.mark.parametrize(
+    ("setting", "most"), [("trainer.learning_rate=0.0", 0.2), ("trainer.advantage_scale=-1.0", 0.1)]
+)
 def test_what_must_not_learn_does_not(tmp_path: Path, setting: str, most: float) -> None:
     job = run("tiny_cpu.toml", tmp_path / "run", "run.steps=60", "trainer.max_empty_batches=100", setting)
     _assert_done(job, 60)
