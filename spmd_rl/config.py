@@ -350,7 +350,7 @@ def describe() -> str:
         lines.append(f"[{section}]  {inspect.getdoc(cls)}")
         docs = field_docs(cls)
         for f in fields(cls):
-            lines.append(f"  {f.name} = {_default(f)}  # {docs[f.name]}")
+            lines.append(f"  {f.name} = {default(f)}  # {docs[f.name]}")
     return "\n".join(lines)
 
 
@@ -370,7 +370,8 @@ def sections() -> dict[str, type]:
     return {("env.NAME" if name == "env" else name): (Env if name == "env" else cls) for name, cls in hints.items()}
 
 
-def _default(f: dataclasses.Field) -> str:
+def default(f: dataclasses.Field) -> str:
+    """As TOML, or "(needed)"."""
     if f.default is not dataclasses.MISSING:
         return _toml(f.default)
     return "{}" if f.default_factory is not dataclasses.MISSING else "(needed)"
@@ -411,7 +412,7 @@ def _build(cls: type, tree: object, where: str) -> object:
             hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(hints)}"
             raise ValueError(f"config: unknown {'setting' if where else 'section'} {where + key!r}{hint}")
         values[key] = _value(hints[key], value, f"{where}{key}")
-    missing = [f.name for f in fields(cls) if _default(f) == "(needed)" and f.name not in values]
+    missing = [f.name for f in fields(cls) if default(f) == "(needed)" and f.name not in values]
     if missing:
         raise ValueError(f"config: {where}{missing[0]} is needed")
     return cls(**values)

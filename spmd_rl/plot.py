@@ -33,5 +33,6 @@ def plot_run(metrics: Path, picture: Path, *, bound: int | None) -> None:
     time.legend()
     for axes in (reward, age, time):
         axes.set_xlabel("version")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     figure.savefig(picture, dpi=110)
