@@ -52,7 +52,7 @@ def refuse(error: ValueError) -> int:
 
 def _read(prog: str, argv: Sequence[str]) -> tuple[config_module.Config, str]:
     """The config that the arguments name, with their overrides, and its name."""
-    parser = _Parser(prog=prog, add_help=False)
+    parser = _Parser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--resume", nargs="?", const="must", choices=("auto", "must", "never"))
