@@ -26,6 +26,7 @@ def echoes(rank: int, num_messages: int) -> None:
     if rank == 1:
         Inbox(peer=peer, group=group, deliver=outbox.put, failed=raises).join(timeout_s=LIMIT_S)
         outbox.close(timeout_s=LIMIT_S)
+        dist.barrier(group)
         return
     received: queue.Queue[Message] = queue.Queue()
     inbox = Inbox(peer=peer, group=group, deliver=received.put, failed=raises)
@@ -38,6 +39,7 @@ def echoes(rank: int, num_messages: int) -> None:
     outbox.put(Message(Kind.STOP))
     outbox.close(timeout_s=LIMIT_S)
     inbox.join(timeout_s=LIMIT_S)
+    dist.barrier(group)  # a rank that ends resets connections that its peers still look at
     messages = [received.get_nowait() for _ in range(num_messages + 1)]  # held together: no buffer was used twice
     for number, (message, arrays) in enumerate(zip(messages, sent, strict=False)):
         assert (message.kind, message.peer) == (Kind.ROLLOUT, 1)
@@ -59,6 +61,7 @@ def fills_up(rank: int) -> None:
         received: queue.Queue[Message] = queue.Queue()
         Inbox(peer=0, group=group, deliver=received.put, failed=raises).join(timeout_s=LIMIT_S)
         assert [received.get_nowait().words for _ in range(received.qsize() - 1)] == [{"n": n} for n in range(3)]
+        dist.barrier(group)
         return
     accepted = 0
     outbox = Outbox(peer=1, group=group, failed=raises, depth=2)
@@ -73,6 +76,7 @@ def fills_up(rank: int) -> None:
     dist.barrier(group)
     outbox.put(Message(Kind.STOP))
     outbox.close(timeout_s=LIMIT_S)
+    dist.barrier(group)
 
 
 def test_a_slow_peer_fills_the_queue_and_is_named():
@@ -141,6 +145,7 @@ def works_while_peers_talk(rank: int) -> int:
             outbox.put(Message(Kind.ROLLOUT, {"number": number}, {"x": np.full(1000, rank)}))
         outbox.put(Message(Kind.STOP))
         outbox.close(timeout_s=LIMIT_S)
+        dist.barrier(group)
         return 0
     lock, total = threading.Lock(), [0]
 
@@ -150,6 +155,7 @@ def works_while_peers_talk(rank: int) -> int:
 
     for inbox in [Inbox(peer=peer, group=group, deliver=add, failed=raises) for peer in (1, 2, 3)]:
         inbox.join(timeout_s=LIMIT_S)
+    dist.barrier(group)  # a rank that ends resets connections that its peers still look at
     return total[0]
 
 
