@@ -318,6 +318,8 @@ class Orchestrator:
             "admission/bound": (staleness.max_staleness + 1) * batch_size,
             "queue/out_depth": self.dispatcher.output_depth + self.sink.num_waiting // self._config.rollout.group_size,
             "queue/in_flight": self.dispatcher.in_flight,
+            "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
+            **self._report.engine_rates(),
         }
         if self._adaptive is not None:
             self._adaptive.observe(waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"])
