@@ -3,47 +3,98 @@
     trainer/              model and optimizer, written by the trainer ranks with torch.distributed.checkpoint
     rollouts.safetensors  finished rollouts that are not trained yet
     orchestrator.json     version, tickets, unfinished groups, data cursor, ledger
-    COMPLETE              the marker, last
+    COMPLETE              the marker, with size and CRC-32 of every file: written last, removed first
 
-It is written as step_<V>.tmp and renamed when everything has been synced.  Nothing in it is unpickled.
+It is written as step_<V>.tmp and renamed when everything has been synced.  Whoever dies at any point leaves the
+checkpoints before as they were; `tidy` puts right what was left half done.  Nothing in a checkpoint can run code.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import pickle
 import shutil
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 
 from spmd_rl import packing
-from spmd_rl.run_dir import write_whole
+from spmd_rl.run_dir import sync, write_whole
 from spmd_rl.types import Rollout
 
-SCHEMA = 1
+SCHEMA = 2
+MARKER = "COMPLETE"
+NUM_READERS = 8  # files checked at a time
 
 
-def save_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """All trainer ranks together: write their shards below `folder` and sync them."""
+# ---- the trainers' half
+
+
+def save_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessGroup | None) -> Future[None]:
+    """All trainer ranks together: returns once `state` has been copied; the future is done when `folder` is synced.
+
+    Until then the group belongs to this save.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    dcp.save(dict(state), checkpoint_id=folder, process_group=group)
-    for path in folder.iterdir():
-        _sync(path)
+    return dcp.async_save(dict(state), checkpoint_id=folder, process_group=group)
 
 
 def load_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessGroup | None) -> None:
     """All trainer ranks together: fill `state` in place, on any number of ranks."""
-    dcp.load(dict(state), checkpoint_id=folder, process_group=group)
+    dcp.load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the pickled table of contents that torch writes, but lets it name nothing except torch's own words."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        words = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        dtype = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        path = module.split(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath")
+        layout = (module, name) == ("torch.serialization", "_get_layout")
+        found = super().find_class(module, name) if words or dtype or path or layout else None
+        if found is None or (words and not (isinstance(found, type) and found.__module__ == module)):
+            raise pickle.UnpicklingError(f"a checkpoint may not name {module}.{name}")
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    """Plain values (learning rates) are read as weights are: no code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = torch.load(value, weights_only=True)
+        again = io.BytesIO()
+        torch.save(plain, again)
+        again.seek(0)
+        super().load_bytes(read_item, again)
+
+
+# ---- rank 0's half
 
 
 def save_orchestrator(state: Mapping[str, object], rollouts: Sequence[Rollout], folder: Path) -> None:
     """Write the orchestrator's half below the same `folder` as the trainers' half."""
     folder.mkdir(parents=True, exist_ok=True)
     packing.save(packing.pack(rollouts), folder / "rollouts.safetensors")
-    _sync(folder / "rollouts.safetensors")
+    sync(folder / "rollouts.safetensors")
     write_whole(folder / "orchestrator.json", json.dumps({"schema": SCHEMA, **state}, indent=1))
 
 
@@ -52,11 +103,15 @@ def load_orchestrator(folder: Path) -> tuple[dict[str, object], list[Rollout]]:
     try:
         state = json.loads((folder / "orchestrator.json").read_text())
         rollouts = packing.unpack(packing.load(folder / "rollouts.safetensors"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder}: not a readable checkpoint: {error}") from error
-    if state.get("schema") != SCHEMA:
-        raise ValueError(f"{folder}: checkpoint schema {state.get('schema')!r}, this version reads {SCHEMA}")
+        schema = state["schema"]
+    except Exception as error:  # whatever it is, the file is to blame
+        raise ValueError(f"{folder}: not a readable checkpoint: {type(error).__name__}: {error}") from error
+    if schema != SCHEMA:
+        raise ValueError(f"{folder}: checkpoint schema {schema!r}, this version reads {SCHEMA}")
     return state, rollouts
+
+
+# ---- complete or absent
 
 
 def aside(checkpoints: Path, version: int) -> Path:
@@ -66,28 +121,95 @@ def aside(checkpoints: Path, version: int) -> Path:
 
 def complete(checkpoints: Path, version: int) -> Path:
     """Mark and rename: from here on the checkpoint exists."""
-    folder, final = aside(checkpoints, version), checkpoints / f"step_{version}"
-    write_whole(folder / "COMPLETE", f"{version}\n")
-    if final.exists():
-        shutil.rmtree(final)
-    folder.rename(final)
-    _sync(checkpoints)
-    return final
+    folder = aside(checkpoints, version)
+    files = {str(path.relative_to(folder)): [path.stat().st_size, crc] for path, crc in _sums(_files(folder))}
+    sync(folder / "trainer")
+    sync(folder)
+    write_whole(folder / MARKER, json.dumps({"schema": SCHEMA, "version": version, "files": files}, indent=1))
+    return _put_in_place(folder)
 
 
 def newest(checkpoints: Path) -> tuple[int, Path] | None:
     """Version and folder of the newest complete checkpoint."""
-    found = [
-        (int(folder.name.removeprefix("step_")), folder)
-        for folder in checkpoints.glob("step_*")
-        if folder.name.removeprefix("step_").isdecimal() and (folder / "COMPLETE").exists()
-    ]
-    return max(found, default=None)
+    return max(((v, folder) for v, folder in _folders(checkpoints) if (folder / MARKER).exists()), default=None)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def tidy(checkpoints: Path) -> None:
+    """Put in place what was complete and not yet renamed, and remove what was never completed."""
+    for folder in sorted(checkpoints.glob("step_*.tmp")):
+        if (folder / MARKER).exists():
+            _put_in_place(folder)
+        else:
+            shutil.rmtree(folder)
+
+
+def remove_old(checkpoints: Path, keep_last: int) -> None:
+    """All but the newest complete ones, and what is left of those removed before."""
+    kept = sorted(v for v, folder in _folders(checkpoints) if (folder / MARKER).exists())[-keep_last:]
+    for version, folder in _folders(checkpoints):
+        if kept and version < kept[0]:
+            _remove(folder)
+
+
+def verify(folder: Path) -> None:
+    """ValueError naming the first file that is not as it was written."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        marker = json.loads((folder / MARKER).read_text())
+        schema, version = marker["schema"], marker["version"]
+        files = {str(name): (int(size), int(crc)) for name, (size, crc) in marker["files"].items()}
+    except Exception as error:
+        raise ValueError(f"{folder / MARKER}: not the marker of a checkpoint: {error}") from error
+    if schema != SCHEMA:
+        raise ValueError(f"{folder}: checkpoint schema {schema!r}, this version reads {SCHEMA}")
+    if folder.name != f"step_{version}":
+        raise ValueError(f"{folder}: its marker says version {version!r}: was it renamed?")
+    present = {str(path.relative_to(folder)): path for path in _files(folder)}
+    for name, (size, _) in files.items():
+        if name not in present:
+            raise ValueError(f"{folder / name}: is missing")
+        if present[name].stat().st_size != size:
+            raise ValueError(f"{folder / name}: {present[name].stat().st_size} bytes, {size} were written")
+    for needed in ("orchestrator.json", "rollouts.safetensors", "trainer/.metadata"):
+        if needed not in files:
+            raise ValueError(f"{folder / needed}: is missing")
+    for path, crc in _sums([present[name] for name in files]):
+        if crc != files[str(path.relative_to(folder))][1]:
+            raise ValueError(f"{path}: its CRC-32 is not that of what was written: damaged or edited")
+
+
+def _folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    """By version, complete or not, without those still written aside."""
+    named = [(folder.name.removeprefix("step_"), folder) for folder in checkpoints.glob("step_*") if folder.is_dir()]
+    return sorted((int(number), folder) for number, folder in named if number.isdecimal())
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
+
+
+def _put_in_place(folder: Path) -> Path:
+    final = folder.with_suffix("")
+    if final.exists():
+        _remove(final)
+    folder.rename(final)
+    sync(final.parent)
+    return final
+
+
+def _remove(folder: Path) -> None:
+    (folder / MARKER).unlink(missing_ok=True)
+    sync(folder)
+    shutil.rmtree(folder)
+
+
+def _sums(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        yield from zip(paths, pool.map(_crc, paths), strict=True)
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -19,8 +19,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -32,7 +34,11 @@ from pathlib import Path
 from torch.distributed import Store
 
 MAIN = "main"
+CONSEQUENCE_S = 2.0  # that an error which follows from a lost peer waits for whoever knows which peer
 _FAILURE = "liveness/failure"
+_LOST_PEER = re.compile(
+    r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|takes no more messages", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,9 +146,11 @@ class Liveness:
                 stall_timeout_s=stall_timeout_s,
                 now=time.monotonic(),
             )
+        self.known: Callable[[], dict[str, object]] = dict  # what this rank can say of the run, for `on_failure`
         self._doing = {MAIN: ("starting", time.monotonic())}
         self._beat = 0
         self._own: Failure | None = None
+        self._own_from = 0.0  # when it is told to the others
         self._wake = threading.Event()
         self._closing = False
         self._told = threading.Event()
@@ -156,15 +164,21 @@ class Liveness:
         """
         self._doing = {**self._doing, thread: (doing, time.monotonic())}
 
-    def report(self, text: str, *, rank: int | None = None) -> None:
-        """This rank (or the given one) has failed. Returns when the others can see it, or after `grace_s`."""
-        self._own = self._failure(self._rank if rank is None else rank, text)
+    def report(self, text: str, *, rank: int | None = None, after_s: float = 0.0) -> None:
+        """This rank (or the given one) has failed. Returns when the others can see it, or after `grace_s`.
+
+        With `after_s` another failure that is reported meanwhile is the one that counts.
+        """
+        due = time.monotonic() + after_s
+        if self._own is None or due < self._own_from:
+            self._own, self._own_from = self._failure(self._rank if rank is None else rank, text), due
         self._wake.set()
         self._told.wait(self._grace_s)
 
     def failed(self, error: BaseException) -> None:
-        """This rank has failed with an exception."""
-        self.report("".join(traceback.format_exception(error)).rstrip())
+        """This rank has failed with an exception; one that only says that some peer is gone waits for a better one."""
+        text = "".join(traceback.format_exception(error)).rstrip()
+        self.report(text, after_s=CONSEQUENCE_S if _LOST_PEER.search(str(error)) else 0.0)
 
     def lost(self, peer: int, error: Exception) -> None:
         """The connection to a peer has broken."""
@@ -186,13 +200,16 @@ class Liveness:
             timer = threading.Timer(self._grace_s, self._end, (1,))
             timer.daemon = True
             timer.start()
-            self._dump_stacks()
+            try:
+                self._dump_stacks()
+            except OSError as error:  # a full disk must not keep the failure from being told
+                print(f"no stacks in {self._stacks_folder}: {error}", file=sys.stderr)
             self._on_failure(failure)
 
     def _watch(self) -> Failure | None:
         """Until there is a failure, or this rank leaves."""
         while True:
-            if self._own is not None:
+            if self._own is not None and time.monotonic() >= self._own_from:
                 return self._tell(self._own)
             self._write_mark()
             if self._store.check([_FAILURE]):

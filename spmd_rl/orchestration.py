@@ -24,16 +24,24 @@ from spmd_rl.orchestrator.report import Report
 from spmd_rl.packing import Packed
 from spmd_rl.plot import plot_run
 from spmd_rl.recorder import Recorder
+from spmd_rl.resume import model_config
 from spmd_rl.run_dir import RunDir, write_whole
+from spmd_rl.stop_signals import StopSignals
 from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout
-from spmd_rl.world import World, end_process
+from spmd_rl.world import World
 
 
 async def run_orchestrator(
-    world: World, config: Config, run_dir: RunDir, live: Liveness, version: int, restored: Path | None
+    world: World,
+    config: Config,
+    run_dir: RunDir,
+    live: Liveness,
+    signals: StopSignals,
+    version: int,
+    restored: Path | None,
 ) -> int:
     """Until the run is done (0) or stopped (128 + signal); raises when it fails."""
     loop = asyncio.get_running_loop()
@@ -112,11 +120,10 @@ async def run_orchestrator(
         recorder=recorder,
         report=report,
         decode=tokenizer.decode,
-        complete_checkpoint=lambda at, words, rollouts: _complete(
-            run_dir, config.checkpoint.keep_last, at, words, rollouts
-        ),
+        complete_checkpoint=lambda at, words, rollouts: _complete(run_dir, config, at, words, rollouts),
         version=version,
     )
+    live.known = lambda: report.summary("failed", orchestrator.ledger.state())
     if restored:
         words, rollouts = checkpoint.load_orchestrator(restored)
         orchestrator.restore(words, rollouts)
@@ -124,6 +131,8 @@ async def run_orchestrator(
     def receive(message: Message, rank: int) -> None:
         """An answer, from this rank or another."""
         words = message.words
+        if message.kind != Kind.STATS:  # those come whether or not anything moves
+            live.progress("waiting for rollouts, steps and weights")
         match message.kind:
             case Kind.ROLLOUT:
                 (rollout,) = packing.unpack(packing.from_arrays(message.arrays, words["words"]))
@@ -148,19 +157,15 @@ async def run_orchestrator(
         loop.call_soon_threadsafe(receive, message, message.peer)
 
     inboxes = [Inbox(peer=peer, group=world.ctl, deliver=from_peer, failed=live.lost) for peer in world.peers]
-    stop_signals: list[int] = []
 
-    def signalled(number: int) -> None:
-        if stop_signals:
-            end_process(128 + number)
-        stop_signals.append(number)
+    def stop(number: int) -> None:
         report.say(
             f"stopping on {signal.Signals(number).name}: at most {config.run.shutdown_s:g} s; again ends at once"
         )
         orchestrator.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled, number)
+    signals.on_first(lambda number: loop.call_soon_threadsafe(stop, number))
+    live.progress("waiting for the first weights")
     status = await orchestrator.run()
     live.progress("ending")
     summary = report.summary(status, orchestrator.ledger.state())
@@ -168,9 +173,13 @@ async def run_orchestrator(
     to_all(tuple(rank for rank in world.engine_ranks if rank != world.rank), Kind.STOP)
     if own is not None:
         await asyncio.to_thread(own.close, config.run.shutdown_s)
-    async with asyncio.timeout(config.run.shutdown_s):
-        for _ in world.peers:
-            await ended.get()
+    left = set(world.peers)
+    try:
+        async with asyncio.timeout(config.run.shutdown_s):
+            while left:
+                left.discard(await ended.get())
+    except TimeoutError:
+        raise RuntimeError(f"ranks {sorted(left)} did not end within {config.run.shutdown_s:g} s") from None
     for outbox in outboxes.values():
         outbox.close(timeout_s=config.run.shutdown_s)
     for inbox in inboxes:
@@ -181,14 +190,15 @@ async def run_orchestrator(
     if status == "done":
         paths = {**paths, "trained model": run_dir.model}
     report.say(report.table(summary, paths=paths))
-    return 0 if status == "done" else 128 + stop_signals[0]
+    return 0 if status == "done" else signals.code
 
 
 def _complete(
-    run_dir: RunDir, keep_last: int, version: int, words: Mapping[str, object], rollouts: list[Rollout]
+    run_dir: RunDir, config: Config, version: int, words: Mapping[str, object], rollouts: list[Rollout]
 ) -> Path:
     """In a worker thread: add rank 0's half to the trainers', and make the checkpoint exist."""
+    words = {**words, "model": model_config(config)}
     checkpoint.save_orchestrator(words, rollouts, checkpoint.aside(run_dir.checkpoints, version))
     folder = checkpoint.complete(run_dir.checkpoints, version)
-    run_dir.remove_old_checkpoints(keep_last)
+    checkpoint.remove_old(run_dir.checkpoints, config.checkpoint.keep_last)
     return folder

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +73,11 @@ class RunDir:
         late = [p for p in self.batches.iterdir() if _number(p) >= version]
         late += [p for p in self.evals.iterdir() if _number(p) > version]
         lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["version"] <= version]
+        whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
+        try:
+            kept = [line for line in whole if json.loads(line)["version"] <= version]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.metrics}: not the metrics of a run: {error}") from error
         if not late and len(kept) == len(lines):
             return
         aside.mkdir(parents=True)
@@ -82,10 +85,6 @@ class RunDir:
             path.rename(aside / path.name)
         (aside / "metrics.jsonl").write_text("".join(lines))
         write_whole(self.metrics, "".join(kept))
-
-    def remove_old_checkpoints(self, keep_last: int) -> None:
-        for path in sorted(self.checkpoints.glob("step_*"), key=_number)[:-keep_last]:
-            shutil.rmtree(path)
 
 
 def _number(path: Path) -> int:
@@ -96,9 +95,18 @@ def _number(path: Path) -> int:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
-    aside = path.with_name(f".{path.name}.tmp")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(aside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

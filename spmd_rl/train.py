@@ -1,7 +1,7 @@
 """The program: join the world, become a role, end in one of three ways.
 
     done     exit code 0
-    stopped  exit code 143 (SIGTERM) or 130 (SIGINT), with a checkpoint
+    stopped  exit code 143 (SIGTERM) or 130 (SIGINT), on every rank, with a complete checkpoint
     failed   exit code 1, the first error of the job named once with its rank; 2 for what the user wrote
 
 Every rank runs this file in the same order; what differs is behind one `match`.
@@ -15,25 +15,26 @@ import pkgutil
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from spmd_rl import checkpoint
 from spmd_rl import config as config_module
 from spmd_rl.config import Config
 from spmd_rl.inference import run_inference
-from spmd_rl.liveness import Failure, Liveness, SignalWatch
+from spmd_rl.liveness import Failure, Liveness
 from spmd_rl.orchestration import run_orchestrator
+from spmd_rl.resume import starting_point
 from spmd_rl.run_dir import RunDir, write_whole
+from spmd_rl.stop_signals import StopSignals
 from spmd_rl.training import run_trainer
 from spmd_rl.world import World, check_shared_folder, end_process, join, leave
 
 T = TypeVar("T")
 PREPARE_S = 1800.0  # that the ranks wait for the model to be made
+GRACE_S = 5.0  # after shutdown_s a rank that hangs ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +65,14 @@ def train(config: Config, name: str) -> None:
         store=world.store,
         rank=world.rank,
         roles=[world.topology.role(rank) for rank in range(world.world_size)],
-        on_failure=lambda failure: _fail(failure, world, RunDir(start.run_dir)),
+        on_failure=lambda failure: _fail(failure, world, RunDir(start.run_dir), live),
         stall_timeout_s=config.run.stall_timeout_s,
         stacks_folder=start.run_dir,
     )
+    signals = StopSignals(shutdown_s=config.run.shutdown_s + GRACE_S, end=end_process)
     try:
-        code = _play(world, config, start, live)
-        live.progress("leaving")
+        code = _play(world, config, start, live, signals)
+        live.progress("waiting for all to leave")
         leave(world, timeout_s=config.run.shutdown_s)
     except BaseException as error:
         _give_up(error, live)
@@ -78,20 +80,19 @@ def train(config: Config, name: str) -> None:
     end_process(code)
 
 
-def _play(world: World, config: Config, start: Start, live: Liveness) -> int:
-    """This rank's part of the run; its exit code."""
+def _play(world: World, config: Config, start: Start, live: Liveness, signals: StopSignals) -> int:
+    """This rank's part of the run; the exit code, which is rank 0's on all ranks."""
     run_dir = RunDir(start.run_dir)
     match world.role:
         case "inference" if world.leads:
-            life = run_orchestrator(world, config, run_dir, live, start.version, start.restored)
-            return asyncio.run(_watched(life, live))
+            life = run_orchestrator(world, config, run_dir, live, signals, start.version, start.restored)
+            world.store.set("exit code", str(asyncio.run(_watched(life, live))))
         case "inference":
-            with _left_within(config.run.shutdown_s):
-                asyncio.run(_watched(run_inference(world, config, live), live))
+            asyncio.run(_watched(run_inference(world, config, live), live))
         case "trainer":
-            with _left_within(config.run.shutdown_s):
-                run_trainer(world, config, run_dir, live, start.version, start.restored)
-    return 0
+            run_trainer(world, config, run_dir, live, start.version, start.restored)
+    live.progress("waiting for the end of rank 0")
+    return int(world.store.get("exit code"))
 
 
 def _agree(world: World, config: Config, name: str) -> Start:
@@ -123,19 +124,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
             raise ValueError(f"model.make = {config.model.make!r}: {error}") from error
         make(model)
     run_dir = RunDir(Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
-    newest = checkpoint.newest(run_dir.checkpoints)
-    restarted = world.generation > 1
-    if config.run.resume == "never" and run_dir.used and not restarted:
-        raise ValueError(f"run.dir = {run_dir.path} holds a run already: choose another, or resume = auto")
-    if config.run.resume == "must" and newest is None:
-        raise ValueError(f"nothing to resume: no complete checkpoint in {run_dir.checkpoints}")
-    if newest is None and run_dir.used and not restarted:
-        raise ValueError(f"run.dir = {run_dir.path} holds a run without a complete checkpoint: choose another")
-    version, restored = newest or (0, None)
-    if version >= config.run.steps:
-        raise ValueError(
-            f"{restored} is at version {version}, run.steps = {config.run.steps}: nothing is left to train"
-        )
+    version, restored = starting_point(run_dir, config, restarted=world.generation > 1)
     run_dir.create()
     run_dir.abandon_after(version)
     write_whole(run_dir.config, config_module.dump(config))
@@ -152,7 +141,15 @@ def _prepare(world: World, config: Config, name: str) -> Start:
 
 
 async def _watched(life: Coroutine[None, None, T], live: Liveness) -> T:
-    """Report a failure while the loop still turns: once it is closed, threads that talk to it would fail too."""
+    """Report a failure while the loop still turns: once it is closed, threads that talk to it would fail too.
+
+    What a callback of the loop raises is a failure too, as is what nobody awaits.
+    """
+
+    def raised(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        live.failed(context.get("exception") or RuntimeError(str(context["message"])))
+
+    asyncio.get_running_loop().set_exception_handler(raised)
     try:
         return await life
     except BaseException as error:
@@ -164,26 +161,15 @@ def _give_up(error: BaseException, live: Liveness) -> NoReturn:
     threading.Event().wait()  # for the liveness thread, which ends the process
 
 
-def _fail(failure: Failure, world: World, run_dir: RunDir) -> None:
+def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness) -> None:
     """On every rank, in its liveness thread: whoever found the failure names it, and everybody goes."""
-    if failure.found_by == world.rank:
-        print(f"run failed: {failure}", file=sys.stderr)
-        summary = {"status": "failed", "error": str(failure)}
-        if run_dir.summary.exists():
-            summary = json.loads(run_dir.summary.read_text()) | summary
-        write_whole(run_dir.summary, json.dumps(summary, indent=1))
+    found = failure.found_by == world.rank
+    if found:
+        print(f"run failed: {failure}", file=sys.stderr, flush=True)
+    if world.leads or (found and failure.rank == 0):  # rank 0 knows most, if it is still there
+        summary = {**live.known(), "status": "failed", "error": str(failure)}
+        try:
+            write_whole(run_dir.summary, json.dumps(summary, indent=1))
+        except OSError as error:
+            print(f"no {run_dir.summary}: {error}", file=sys.stderr)
     end_process(1)
-
-
-@contextmanager
-def _left_within(shutdown_s: float) -> Iterator[None]:
-    """A rank that is told to stop waits for rank 0's word, but not for ever."""
-
-    def received(number: int) -> None:
-        timer = threading.Timer(shutdown_s + 5.0, end_process, (128 + number,))
-        timer.daemon = True
-        timer.start()
-
-    watch = SignalWatch(received=received)
-    yield
-    watch.close()

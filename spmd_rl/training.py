@@ -7,7 +7,10 @@ their collectives meet.  Sending weights overlaps what comes next.  Knows nothin
 from __future__ import annotations
 
 import queue
+import threading
 import time
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +37,8 @@ class TrainerRank:
         self._world, self._config, self._run_dir, self._live, self._outbox = world, config, run_dir, live, outbox
         self.version = 0
         self._probe: list[np.ndarray] = []
+        self._written = threading.Event()  # the newest checkpoint, if any, is on disk and rank 0 was told
+        self._written.set()
         live.progress("loading the model")
         self._trainer = Trainer(
             model=build(config.model.path, device=world.device, dtype=torch.float32, weights=True),
@@ -75,11 +80,12 @@ class TrainerRank:
                 self._train(message, waited_s)
 
     def finish(self, *, export: bool) -> None:
-        """The last checkpoint, and the model as a Hugging Face folder; then the engines learn that this is the end."""
-        self._save(final=True)
+        """The model as a Hugging Face folder, the last checkpoint; then the engines learn that this is the end."""
         if export:
             self._live.progress("exporting the model")
             self._trainer.export(self._run_dir.model, Path(self._config.model.path))
+        self._save(final=True)
+        self._saved()
         if self._sender:
             self._sender.close()
 
@@ -105,10 +111,25 @@ class TrainerRank:
             self._outbox.put(Message(Kind.PROBED, {"version": self.version}, {"logprobs": scores}))
 
     def _save(self, *, final: bool) -> None:
+        """Returns once the state is copied; rank 0 hears when it is on disk."""
+        self._saved()
         self._live.progress(f"saving version {self.version}")
         folder = checkpoint.aside(self._run_dir.checkpoints, self.version) / "trainer"
-        checkpoint.save_trainer(self._trainer.state_dict(), folder, self._world.ckpt)
-        self._reply(Kind.SAVED, final=final)
+        self._written.clear()
+        saving = checkpoint.save_trainer(self._trainer.state_dict(), folder, self._world.ckpt)
+        saving.add_done_callback(partial(self._tell_saved, {"version": self.version, "final": final}))
+
+    def _saved(self) -> None:
+        """Wait for the newest checkpoint: there is one at a time."""
+        self._live.progress("writing a checkpoint")
+        self._written.wait()
+
+    def _tell_saved(self, words: dict[str, int | bool], saving: Future[None]) -> None:
+        """On the thread that wrote it."""
+        if error := saving.exception():
+            self._live.failed(error)
+        self._outbox.put(Message(Kind.SAVED, words))
+        self._written.set()
 
     def _reply(self, kind: Kind, **words: object) -> None:
         self._outbox.put(Message(kind, {"version": self.version, **words}))

@@ -161,11 +161,17 @@ class Orchestrator:
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
         self._admitted_until = {version: 0}  # rollouts admitted before a version was live
-        self.policy.on_change(self._note_admitted)
+        self.policy.on_change(self._version_changed)
         self._stop = asyncio.Event()
         self._num_stats = 0
         self._probe: list[np.ndarray] = []
-        self._evaluating: asyncio.Task[None] | None = None
+        self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
+        self._save_at: set[int] = set()  # versions to come at which the trainers save
+        self._evaluations: list[asyncio.Task[None]] = []  # that run beside training: one at most
+        self._checkpoints: list[asyncio.Task[None]] = []  # that are being written
+        self._recording: asyncio.Task[None] | None = None
+        self._finishing: asyncio.Task[None] | None = None  # the last checkpoint and the export
+        self._beside: set[asyncio.Task[None]] = set()
         self._tasks_group: asyncio.TaskGroup | None = None
 
     # ---- from outside
@@ -174,6 +180,8 @@ class Orchestrator:
         """Go on from a checkpoint's orchestrator half.  ValueError when it does not fit this run."""
         self.path.restore(saved_state.from_json(words["path"], rollouts))
         self._tasks.skip_to(words["cursor"])
+        if self._adaptive is not None:
+            self._adaptive.limit = min(words.get("admission_limit", self._adaptive.limit), self._adaptive.most)
         self.ledger.close_tokens()
         self._admitted_until = {self._first_version: self.ledger.admitted}
 
@@ -216,8 +224,8 @@ class Orchestrator:
                 watching = tasks.create_task(self.watcher.run())
                 ticking = tasks.create_task(self.metrics.run())
                 ended = await self._until_stopped(tasks.create_task(self._train()))
-                watching.cancel()
-                ticking.cancel()
+                for task in (watching, ticking, *self._beside):
+                    task.cancel()
         except BaseExceptionGroup as group:
             raise _first(group) from None
         return ended
@@ -225,37 +233,59 @@ class Orchestrator:
     async def _until_stopped(self, training: asyncio.Task[None]) -> str:
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({training, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
         if training.done():
-            stop.cancel()
             await training
             return "done"
-        training.cancel()
-        await asyncio.wait({training})
+        shutdown_s = self._config.run.shutdown_s
         try:
-            async with asyncio.timeout(self._config.run.shutdown_s):
-                self.dispatcher.close()
-                await self.policy.reached(self._last_shipped + 1)
-                await self._finish_training(export=False)
+            async with asyncio.timeout(shutdown_s):
+                if self._finishing is None:
+                    training.cancel()
+                    await asyncio.wait({training})
+                    await self._stop_orderly(shutdown_s / 2)
+                else:  # at its end anyway
+                    await asyncio.wait({self._finishing})
+                    training.cancel()
         except TimeoutError:
-            self._report.say(f"shutdown_s = {self._config.run.shutdown_s} s were not enough for a new checkpoint")
+            raise RuntimeError(
+                f"run.shutdown_s = {shutdown_s:g} s were not enough for a checkpoint: the last complete one stays"
+            ) from None
         return "stopped"
+
+    async def _stop_orderly(self, drain_s: float) -> None:
+        """Half the time for what is in flight: what has not ended by then runs again after a resume."""
+        self.dispatcher.close()
+        self._shipped.put_nowait(None)
+        collecting = asyncio.create_task(self.path.collect())
+        await asyncio.wait({collecting, *self._evaluations}, timeout=drain_s)
+        for task in (collecting, *self._evaluations):
+            task.cancel()
+        await self.policy.reached(self._last_shipped + 1)
+        if self._recording is not None:
+            await asyncio.wait({self._recording})
+        self.path.assert_closed()
+        await self._finish_training(export=False)
 
     async def _train(self) -> None:
         evaluates = self._config.eval.every >= 0
         if evaluates and self._first_version == 0:
-            await self._evaluate(self._config.staleness.max_concurrent)
+            await self._evaluate_beside(self._config.staleness.max_concurrent)
+        elif self._evaluation_was_cut():
+            self._evaluate_beside(self._config.eval_concurrent)
         self._report.training_begins(await self._count_engines())
+        self._recording = self._later(self._record_steps())
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.path.collect())
-            recording = tasks.create_task(self._record_steps())
             await self._ship()
             self._report.last_batch_formed(await self._count_engines())
-            await recording
+            await asyncio.wait({self._recording})
             self.dispatcher.close()  # drain: what is in flight ends, is judged and saved
-        await self._finish_training(export=True)
+        self._finishing = self._later(self._finish_training(export=True))
+        await asyncio.wait({self._finishing})
         if evaluates:
-            await self._evaluate(self._config.staleness.max_concurrent)
+            await self._evaluate_beside(self._config.staleness.max_concurrent)
         self.path.leave_over()
         self.metrics.tick()
         self.ledger.generate(int((await self._count_engines())["tokens"]) - self.evals.sampled_tokens)
@@ -266,6 +296,8 @@ class Orchestrator:
         version = self.policy.version
         self._links.finish_training(export)
         await self._final_saves.all(version)
+        if self._checkpoints:
+            await asyncio.wait(self._checkpoints)
         words, rollouts = self._snapshot()
         await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts)
 
@@ -277,7 +309,11 @@ class Orchestrator:
         for index in range(self._first_version, self._last_version):
             batch = await self.path.form(index)
             if batch is None:
-                raise RuntimeError(f"the tasks ended before batch {index} of {self._last_version} was full")
+                if index == self._first_version:
+                    raise RuntimeError("the tasks ended before the first batch was full")
+                self._report.say(f"the tasks ended: {index} batches of {self._last_version}")
+                self._last_version = index
+                break
             values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages)
             values |= reward_metrics([*batch.rollouts, *self.path.take_given_up()])
             values["time/parked_s"] = await self.hold.wait(index)
@@ -288,27 +324,35 @@ class Orchestrator:
                 self._links.probe(self._probe)
             save = every > 0 and (index + 1) % every == 0 and index + 1 < self._last_version
             self._last_shipped = index
+            if save:
+                self._save_at.add(index + 1)
             self._links.batch(index, packed, save)
+            self._shipped.put_nowait(index + 1)
+        self._shipped.put_nowait(None)
 
     async def _record_steps(self) -> None:
-        """After each version its metrics, checkpoint and evaluation.  Waits for: the policy."""
-        checkpoint_every, eval_every = self._config.checkpoint.every, self._config.eval.every
-        for version in range(self._first_version + 1, self._last_version + 1):
+        """After each version its metrics and evaluation.  Waits for: a shipped batch, then the policy."""
+        eval_every = self._config.eval.every
+        while (version := await self._shipped.get()) is not None:
             await self.policy.reached(version)
-            last = version == self._last_version
-            if checkpoint_every and version % checkpoint_every == 0 and not last:
-                words, rollouts = self._snapshot()
-                self._later(self._checkpoint(version, words, rollouts))
             self._record_step(version)
             if self._probe and version % self._config.run.probe_every == 0:
                 self._later(self._compare_probe(version))
-            if eval_every > 0 and version % eval_every == 0 and not last:
-                await self._evaluation_ended()
-                self._evaluating = self._later(self._evaluate(self._config.eval_concurrent))
-        await self._evaluation_ended()
+            if eval_every > 0 and version % eval_every == 0 and version < self._last_version:
+                await self._evaluations_ended()
+                if not self._stop.is_set():
+                    self._evaluate_beside(self._config.eval_concurrent)
+        await self._evaluations_ended()
 
-    def _note_admitted(self) -> None:
-        self._admitted_until[self.policy.version] = self.ledger.admitted
+    def _version_changed(self) -> None:
+        """At once, before anything else happens at the new version: what a checkpoint holds is the state of now."""
+        version = self.policy.version
+        self._admitted_until[version] = self.ledger.admitted
+        if version in self._save_at:
+            self._save_at.discard(version)
+            words, rollouts = self._snapshot()
+            self._checkpoints = [task for task in self._checkpoints if not task.done()]
+            self._checkpoints.append(self._later(self._checkpoint(version, words, rollouts)))
 
     def _record_step(self, version: int) -> None:
         values = self._values.pop(version)
@@ -410,13 +454,28 @@ class Orchestrator:
         content = {"version": version, **values, "rollouts": texts}
         write_whole(self._run_dir.evals / f"eval_{version}.json", json.dumps(content, indent=1))
 
-    async def _evaluation_ended(self) -> None:
-        if self._evaluating is not None:
-            await self._evaluating
+    def _evaluate_beside(self, concurrent: int) -> asyncio.Task[None]:
+        self._evaluations = [self._later(self._evaluate(concurrent))]
+        return self._evaluations[0]
+
+    async def _evaluations_ended(self) -> None:
+        if self._evaluations:
+            await asyncio.wait(self._evaluations)
+
+    def _evaluation_was_cut(self) -> bool:
+        """Whether the last evaluation that was due before the version resumed left no report."""
+        every, version = self._config.eval.every, self._first_version
+        if every <= 0 or version < every:
+            return False
+        due = range(version // every * every, version + 1)
+        return not any((self._run_dir.evals / f"eval_{v}.json").exists() for v in due)
 
     def _snapshot(self) -> tuple[dict[str, object], list[Rollout]]:
         path, rollouts = saved_state.to_json(self.path.snapshot())
-        return {"path": path, "cursor": self._tasks.cursor}, rollouts
+        words: dict[str, object] = {"path": path, "cursor": self._tasks.cursor}
+        if self._adaptive is not None:
+            words["admission_limit"] = self._adaptive.limit
+        return words, rollouts
 
     async def _checkpoint(self, version: int, words: dict[str, object], rollouts: list[Rollout]) -> None:
         """Waits for the trainers' half, then adds this one."""
@@ -426,7 +485,10 @@ class Orchestrator:
     def _later(self, job: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Beside everything else; its failure is the run's."""
         assert self._tasks_group is not None
-        return self._tasks_group.create_task(job)
+        task = self._tasks_group.create_task(job)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
 
     def _interval_metrics(self) -> dict[str, Callable[[], float]]:
         return {

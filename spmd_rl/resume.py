@@ -1,0 +1,76 @@
+"""What a run starts from: a fresh directory, or the newest complete checkpoint of its own.
+
+Never a fresh start where a checkpoint was meant: one that is damaged, foreign or does not fit the config is refused
+with its path and the reason (ValueError).  Knows nothing of how state is put back.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from spmd_rl import checkpoint
+from spmd_rl.config import Config
+from spmd_rl.orchestrator.state import from_json
+from spmd_rl.run_dir import RunDir
+
+ANY_VALUE = {"transformers_version", "dtype", "torch_dtype", "_name_or_path"}  # of a model's config
+
+
+def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple[int, Path | None]:
+    """Version to start with, and the checkpoint that holds it; what an interrupted save left is put right first.
+
+    `restarted`: the launcher brought the world back by itself, so a used directory is no mistake.
+    """
+    checkpoint.tidy(run_dir.checkpoints)
+    newest = checkpoint.newest(run_dir.checkpoints)
+    if config.run.resume == "never" and run_dir.used and not restarted:
+        raise ValueError(f"run.dir = {run_dir.path} holds a run already: choose another, or resume = auto")
+    if config.run.resume == "must" and newest is None and not restarted:
+        raise ValueError(f"nothing to resume: no complete checkpoint in {run_dir.checkpoints}")
+    if newest is None and run_dir.used and not restarted:
+        raise ValueError(f"run.dir = {run_dir.path} holds a run without a complete checkpoint: choose another")
+    if newest is None:
+        return 0, None
+    version, folder = newest
+    try:
+        checkpoint.verify(folder)
+        check_fits(folder, config)
+    except ValueError as error:
+        raise ValueError(
+            f"cannot resume: {error} (remove {folder.name} to go on from the checkpoint before)"
+        ) from error
+    if version >= config.run.steps and run_dir.model.exists():
+        raise ValueError(f"{folder} is at version {version}, run.steps = {config.run.steps}: nothing is left to train")
+    return version, folder
+
+
+def check_fits(folder: Path, config: Config) -> None:
+    """ValueError where this config could not go on from there."""
+    words, rollouts = checkpoint.load_orchestrator(folder)
+    there = {key: value for key, value in words.get("model", {}).items() if key not in ANY_VALUE}
+    here = model_config(config)
+    for key in sorted(there.keys() | here.keys() - ANY_VALUE):
+        if there.get(key) != here.get(key):
+            raise ValueError(f"{folder} holds a model with {key} = {there.get(key)!r}, here it is {here.get(key)!r}")
+    try:
+        state = from_json(words["path"], rollouts)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}: the orchestrator's state does not fit together: {error!r}") from error
+    size = config.rollout.group_size
+    sizes = {len(group.rollouts) for group in state.groups} | {work.size for work in state.unfinished}
+    if sizes - {size}:
+        raise ValueError(f"{folder} holds groups of {sorted(sizes)[0]} rollouts, rollout.group_size = {size}")
+    size = config.rollout.batch_size
+    if any(len(batch.rollouts) != size for batch in state.batches):
+        raise ValueError(
+            f"{folder} holds formed batches of {len(state.batches[0].rollouts)}, rollout.batch_size = {size}"
+        )
+    unknown = {work.task.env for work in state.unfinished} - config.env.keys()
+    if unknown:
+        raise ValueError(f"{folder} holds unfinished tasks of env {sorted(unknown)[0]!r}, which the config lacks")
+
+
+def model_config(config: Config) -> dict[str, object]:
+    """The model's own config.json, which a checkpoint keeps to be compared."""
+    return json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))

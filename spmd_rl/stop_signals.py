@@ -1,0 +1,48 @@
+"""SIGTERM and SIGINT: the first asks the run to stop, the second ends this process at once.
+
+Works also while the main thread cannot be interrupted.  `shutdown_s` after the first the process ends whatever hangs.
+Knows nothing of what stopping means.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+from spmd_rl.liveness import SignalWatch
+
+
+class StopSignals:
+    """To be made in the main thread.  `code` is 0 until a signal has come, 128 + its number from then on."""
+
+    def __init__(self, *, shutdown_s: float, end: Callable[[int], None]) -> None:
+        self.code = 0
+        self._shutdown_s, self._end = shutdown_s, end
+        self._lock = threading.Lock()
+        self._asked: Callable[[int], None] = lambda number: None
+        self._watch = SignalWatch(received=self._received)
+
+    def on_first(self, asked: Callable[[int], None]) -> None:
+        """Have `asked(signal number)` called, in a thread, at the first signal; at once if it has come already."""
+        with self._lock:
+            self._asked = asked
+            code = self.code
+        if code:
+            asked(code - 128)
+
+    def _received(self, number: int) -> None:
+        with self._lock:
+            first, asked = not self.code, self._asked
+            self.code = self.code or 128 + number
+        if not first:
+            self._end(128 + number)
+            return
+        timer = threading.Timer(self._shutdown_s, self._too_late)
+        timer.daemon = True
+        timer.start()
+        asked(number)
+
+    def _too_late(self) -> None:
+        print(f"ending at once: {self._shutdown_s:g} s after the signal this rank still ran", file=sys.stderr)
+        self._end(1)

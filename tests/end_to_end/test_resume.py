@@ -1,0 +1,75 @@
+"""Stopped, killed and resumed runs lose nothing and repeat nothing."""
+
+import shutil
+import signal
+
+import pytest
+
+from spmd_rl import checkpoint
+from tests.end_to_end.live_jobs import LiveJob, assert_whole, steps, summary, trained_tickets
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path):
+    with LiveJob(tmp_path / "run", "run.steps=1000") as job:
+        job.wait_for(r"step +3/")
+        job.send(signal.SIGTERM)
+        job.wait()
+        assert "stopping on SIGTERM" in job.output
+        assert "run failed" not in job.output
+    assert summary(tmp_path / "run")["status"] == "stopped"
+    version, _ = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert version >= 3
+    with LiveJob(tmp_path / "run", f"run.steps={version + 3}", "--resume") as job:
+        assert job.wait() == 0, job.output
+        assert "resuming from" in job.output
+    assert_whole(tmp_path / "run", num_steps=version + 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_comes_back_and_the_run_reaches_its_target(tmp_path, rank):
+    kill_and_restart(tmp_path, rank, ranks=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_any_of_four_ranks_may_be_killed(tmp_path, rank):
+    kill_and_restart(tmp_path, rank, "topology.inference=2", "topology.trainer=2", ranks=4)
+
+
+def kill_and_restart(run_dir, rank, *settings, ranks):
+    with LiveJob(run_dir, "run.steps=14", "checkpoint.every=3", *settings, ranks=ranks, max_restarts=1) as job:
+        job.wait_for(r"step +8/")
+        job.send(signal.SIGKILL, rank=rank)
+        assert job.wait() == 0, job.output
+        assert "start number 2" in job.output
+    assert_whole(run_dir, num_steps=14)
+    assert list(run_dir.glob("abandoned/0/step_*.safetensors"))
+
+
+def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path):
+    settings = ["run.steps=6", "checkpoint.every=3", "staleness.max_staleness=0", "inference.deterministic=true"]
+    with LiveJob(tmp_path / "whole", *settings) as job:
+        assert job.wait() == 0, job.output
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_6")
+    shutil.rmtree(tmp_path / "cut" / "model")
+    with LiveJob(tmp_path / "cut", *settings) as job:
+        assert job.wait() == 0, job.output
+    assert_whole(tmp_path / "cut", num_steps=6, max_staleness=0)
+    assert trained_tickets(tmp_path / "cut") == trained_tickets(tmp_path / "whole")
+    for name in ("trainer/loss", "trainer/grad_norm", "reward"):
+        whole, cut = ([record[name] for record in steps(tmp_path / folder)] for folder in ("whole", "cut"))
+        assert cut == pytest.approx(whole, abs=1e-6), name
+
+
+@pytest.mark.full
+def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path):
+    settings = ["checkpoint.every=3"]
+    with LiveJob(tmp_path, *settings, "run.steps=1000", "topology.trainer=2", ranks=3) as job:
+        job.wait_for(r"step +3/")
+        job.send(signal.SIGINT)
+        job.wait()
+    version, _ = checkpoint.newest(tmp_path / "checkpoints")
+    with LiveJob(tmp_path, *settings, f"run.steps={version + 3}", "topology.inference=2", ranks=3) as job:
+        assert job.wait() == 0, job.output
+    assert_whole(tmp_path, num_steps=version + 3)
