@@ -101,6 +101,8 @@ class Rollout:
     """most likely tokens sampled from; 0: off"""
     max_retries: int = 1
     """further attempts of an episode that raised, before it counts as failed"""
+    max_failure_rate: float = 0.5
+    """share of failed episodes among two batches' worth of them, beyond which the run fails; 1: any"""
 
 
 @SETTINGS
@@ -452,6 +454,10 @@ def _check(config: Config) -> None:
             raise ValueError(f"config: env.{name}.weight = {env.weight}: must be above 0")
     problems = [
         (not config.env, "no [env.NAME] section: name at least one environment"),
+        (
+            not 0 <= rollout.max_failure_rate <= 1,
+            f"rollout.max_failure_rate = {rollout.max_failure_rate}: a share between 0 and 1",
+        ),
         (rollout.top_p > 1, f"rollout.top_p = {rollout.top_p}: must be at most 1"),
         (
             rollout.batch_size % rollout.group_size != 0,

@@ -26,6 +26,7 @@ from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator import state as saved_state
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.eval_runner import EvalRunner
+from spmd_rl.orchestrator.failure_rate import FailureRate
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
 from spmd_rl.orchestrator.metrics_loop import MetricsLoop
 from spmd_rl.orchestrator.order import make_order
@@ -156,6 +157,7 @@ class Orchestrator:
         self._final_saves: RollCall[None] = RollCall("final checkpoint", links.trainers)
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
         self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
+        self._failures = FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
         self._load = dict.fromkeys(links.engines, 0)  # rollouts in flight by engine
         self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
@@ -193,6 +195,7 @@ class Orchestrator:
 
     def rollout_ended(self, rollout: Rollout) -> None:
         self._load[self._engine_of[rollout.purpose, rollout.group_id]] -= 1
+        self._failures.add(rollout)
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
         else:

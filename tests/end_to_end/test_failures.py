@@ -1,0 +1,108 @@
+"""Whatever fails: one error that names the rank, everybody gone in time, a non-zero exit code."""
+
+import signal
+import time
+
+import pytest
+
+from spmd_rl import checkpoint
+from tests.end_to_end.live_jobs import LiveJob, steps, summary
+
+GONE_S = 20.0  # all ranks, torchrun included; more than the 10 s aimed at, for the tests' machine is busy
+
+
+def failing(how: str, each: int = 1) -> tuple[str, ...]:
+    return "env.fraction.path=tests.end_to_end.failing_env:Failing", f'env.fraction.args={{how="{how}", each={each}}}'
+
+
+def assert_failed(job: LiveJob, run_dir, rank: int, role: str, text: str) -> None:
+    assert job.wait(limit_s=GONE_S) == 1, job.output
+    assert job.output.count("run failed:") == 1, job.output
+    assert f"run failed: rank {rank} ({role}) failed: " in job.output
+    assert text in job.output
+    end = summary(run_dir)
+    assert end["status"] == "failed"
+    assert text in end["error"]
+
+
+def test_a_loss_that_is_not_finite_names_the_trainer_and_the_tickets(tmp_path):
+    with LiveJob(tmp_path, "trainer.advantage_scale=1e38") as job:
+        job.wait_for("run failed")
+        assert_failed(job, tmp_path, 1, "trainer", "while training version")
+        assert "tickets" in job.output
+        assert "in step" in job.output  # of the traceback
+
+
+def test_a_killed_rank_is_named_and_the_last_checkpoint_stays(tmp_path):
+    settings = ["topology.trainer=2", "checkpoint.every=2", "run.steps=1000"]
+    with LiveJob(tmp_path, *settings, ranks=3) as job:
+        job.wait_for(r"step +4/")
+        job.send(signal.SIGKILL, rank=2)
+        assert_failed(job, tmp_path, 2, "trainer", "lost")
+    version, folder = checkpoint.newest(tmp_path / "checkpoints")
+    assert version >= 2
+    checkpoint.verify(folder)
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path):
+    with LiveJob(tmp_path, "eval.every=-1", *failing("raise")) as job:
+        job.wait_for("run failed")
+        assert_failed(job, tmp_path, 0, "inference", "LookupError: no such digit")
+        assert "rollout.max_failure_rate" in job.output
+
+
+def test_episodes_that_fail_now_and_then_are_tried_again_and_counted(tmp_path):
+    settings = ["run.steps=4", "eval.every=-1", "rollout.max_retries=0"]
+    with LiveJob(tmp_path, *settings, *failing("nan", each=20)) as job:
+        assert job.wait() == 0, job.output
+    ledger = summary(tmp_path)["ledger"]
+    assert ledger["rollouts"]["failed"] >= 8
+    assert ledger["admitted"] == sum(ledger["rollouts"].values())
+    assert any(record["rollout/failed"] > 0 for record in steps(tmp_path))
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused_in_a_line(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with LiveJob(tmp_path / "file" / "run") as job:
+        assert job.wait() == 1
+        assert set(job.exit_codes.values()) == {2}, job.output
+        assert "Not a directory" in job.wait_for("^error: ")
+        assert "Traceback" not in job.output.split("ChildFailedError")[0].split("Traceback (most recent call last)")[0]
+
+
+def test_a_disk_that_fails_while_running_is_named(tmp_path):
+    with LiveJob(tmp_path, "run.steps=1000", "checkpoint.every=2") as job:
+        job.wait_for(r"step +3/")
+        (tmp_path / "batches").rename(tmp_path / "gone")
+        job.wait_for("run failed")
+        assert_failed(job, tmp_path, 0, "inference", "No such file")
+    checkpoint.verify(checkpoint.newest(tmp_path / "checkpoints")[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_any_rank_may_die_or_stop(tmp_path, rank, number):
+    """Inference rank 0 and 1, the first and the last trainer."""
+    settings = ["topology.inference=2", "topology.trainer=2", "run.steps=100000", "run.stall_timeout_s=30"]
+    with LiveJob(tmp_path, *settings, ranks=4) as job:
+        job.wait_for(r"step +3/")
+        job.send(number, rank=rank)
+        start = time.monotonic()
+        line = job.wait_for("run failed")
+        told_s = time.monotonic() - start
+        assert f"rank {rank} (" in line
+        assert told_s < 30.0
+        job.send(signal.SIGCONT, rank=rank) if number == signal.SIGSTOP else None
+        assert_failed(job, tmp_path, rank, "inference" if rank < 2 else "trainer", "")
+        print(f"\nrank {rank} {number.name}: told after {told_s:.1f} s, gone after {time.monotonic() - start:.1f} s")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["block", "wait"])
+def test_an_episode_that_hangs_ends_the_run_within_the_stall_timeout(tmp_path, how):
+    with LiveJob(tmp_path, "eval.every=-1", "run.stall_timeout_s=20", *failing(how, each=100)) as job:
+        job.wait_for("run failed")
+        assert job.wait(limit_s=GONE_S) == 1
+        assert "waits" in job.output or "no sign of life" in job.output or "stuck" in job.output
+        assert "failing_env" in (tmp_path / "stacks-rank0.txt").read_text() or how == "wait"
