@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd_rl import config as config_module
+from spmd_rl import disk
 from spmd_rl.topology import check_world_size
 
 USAGE = """\
@@ -78,6 +79,8 @@ def _check(argv: Sequence[str]) -> int:
     config, _ = _read("spmd_rl check", argv)
     print(config_module.dump(config))
     print(f"age bound: {config.age_bound}")
+    if needed := disk.needed_bytes(Path(config.model.path), keep_last=config.checkpoint.keep_last):
+        print(f"disk: {needed / 1e9:.2f} GB for checkpoints and the trained model, batches and metrics apart")
     for line in config_module.warnings(config):
         print(f"warning: {line}")
     return 0

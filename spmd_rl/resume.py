@@ -48,27 +48,30 @@ def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple
 def check_fits(folder: Path, config: Config) -> None:
     """ValueError where this config could not go on from there."""
     words, rollouts = checkpoint.load_orchestrator(folder)
-    there = {key: value for key, value in words.get("model", {}).items() if key not in ANY_VALUE}
+    try:
+        there = {key: value for key, value in words["model"].items() if key not in ANY_VALUE}
+        state = from_json(words["path"], rollouts)
+        counts = [state.version, state.next_ticket, state.next_group, words["cursor"]]
+        sizes = {len(group.rollouts) for group in state.groups} | {work.size for work in state.unfinished}
+        envs = {work.task.env for work in state.unfinished}
+        formed = {len(batch.rollouts) for batch in state.batches}
+        indices = [batch.index for batch in state.batches]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder}: the orchestrator's state does not fit together: {error!r}") from error
+    if any(type(count) is not int or count < 0 for count in counts) or folder.name != f"step_{state.version}":
+        raise ValueError(f"{folder}: version, tickets, groups and cursor are {counts}")
+    if sorted(indices) != list(range(state.version, state.version + len(indices))):
+        raise ValueError(f"{folder}: holds batches {indices} at version {state.version}")
     here = model_config(config)
     for key in sorted(there.keys() | here.keys() - ANY_VALUE):
         if there.get(key) != here.get(key):
             raise ValueError(f"{folder} holds a model with {key} = {there.get(key)!r}, here it is {here.get(key)!r}")
-    try:
-        state = from_json(words["path"], rollouts)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder}: the orchestrator's state does not fit together: {error!r}") from error
-    size = config.rollout.group_size
-    sizes = {len(group.rollouts) for group in state.groups} | {work.size for work in state.unfinished}
-    if sizes - {size}:
-        raise ValueError(f"{folder} holds groups of {sorted(sizes)[0]} rollouts, rollout.group_size = {size}")
-    size = config.rollout.batch_size
-    if any(len(batch.rollouts) != size for batch in state.batches):
-        raise ValueError(
-            f"{folder} holds formed batches of {len(state.batches[0].rollouts)}, rollout.batch_size = {size}"
-        )
-    unknown = {work.task.env for work in state.unfinished} - config.env.keys()
-    if unknown:
-        raise ValueError(f"{folder} holds unfinished tasks of env {sorted(unknown)[0]!r}, which the config lacks")
+    rollout = config.rollout
+    for name, found, wanted in (("group", sizes, rollout.group_size), ("batch", formed, rollout.batch_size)):
+        if other := found - {wanted}:
+            raise ValueError(f"{folder} holds a {name} of {min(other)} rollouts, rollout.{name}_size = {wanted}")
+    if unknown := envs - config.env.keys():
+        raise ValueError(f"{folder} holds unfinished tasks of env {min(unknown)!r}, which the config lacks")
 
 
 def model_config(config: Config) -> dict[str, object]:

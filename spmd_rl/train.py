@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from spmd_rl import config as config_module
+from spmd_rl import disk
 from spmd_rl.config import Config
 from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
@@ -126,6 +127,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     run_dir = RunDir(Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     version, restored = starting_point(run_dir, config, restarted=world.generation > 1)
     run_dir.create()
+    disk.check_room(model, run_dir.path, keep_last=config.checkpoint.keep_last)
     run_dir.abandon_after(version)
     write_whole(run_dir.config, config_module.dump(config))
     print(config_module.dump(config))

@@ -262,6 +262,8 @@ class Orchestrator:
         self._shipped.put_nowait(None)
         collecting = asyncio.create_task(self.path.collect())
         await asyncio.wait({collecting, *self._evaluations}, timeout=drain_s)
+        if collecting.done():
+            collecting.result()
         for task in (collecting, *self._evaluations):
             task.cancel()
         await self.policy.reached(self._last_shipped + 1)

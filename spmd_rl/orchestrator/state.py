@@ -47,8 +47,8 @@ def from_json(words: dict, rollouts: Sequence[Rollout]) -> PathState:
     try:
         groups = []
         for entry in words["groups"]:
-            members, advantages = take(entry.pop("advantages"))
-            groups.append(Group(**entry, rollouts=members, advantages=advantages))
+            members, advantages = take(entry["advantages"])
+            groups.append(Group(**{**entry, "rollouts": members, "advantages": advantages}))
         batches = []
         for entry in words["batches"]:
             members, advantages = take(entry["advantages"])
@@ -66,4 +66,4 @@ def from_json(words: dict, rollouts: Sequence[Rollout]) -> PathState:
             ledger=words["ledger"],
         )
     except (KeyError, TypeError, StopIteration, RuntimeError) as error:
-        raise ValueError(f"checkpoint of the orchestrator does not fit together: {error!r}") from error
+        raise ValueError(f"it does not fit together: {error!r}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "spmd_rl"
 LAYERS = [
-    {"types", "policy", "ledger", "topology", "bounds", "virtual_time", "folders", "run_dir", "gguf"},
+    {"types", "policy", "ledger", "topology", "bounds", "virtual_time", "folders", "run_dir", "gguf", "disk"},
     {"config", "packing", "advantages", "losses", "rewards", "tokenizer", "model", "weight_layout", "task_stream"},
     {"envs"},
     {"tiny_model", "smollm2"},

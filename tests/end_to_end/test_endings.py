@@ -1,0 +1,84 @@
+"""The three endings: done, stopped, failed; and what a stop leaves behind."""
+
+import json
+import shutil
+import signal
+
+import pytest
+
+from spmd_rl import checkpoint
+from tests.end_to_end.live_jobs import LiveJob, assert_whole, steps, summary
+from tests.end_to_end.test_failures import failing
+
+
+def test_every_rank_of_a_stopped_run_says_so(tmp_path):
+    with LiveJob(tmp_path, "run.steps=1000", "eval.every=2") as job:
+        job.wait_for(r"step +3/")
+        for rank in (0, 1):
+            job.send(signal.SIGTERM, rank=rank)
+        job.wait()
+        assert job.exit_codes == {0: 143, 1: 143}, job.output
+        assert "run failed" not in job.output
+    end = summary(tmp_path)
+    version, folder = checkpoint.newest(tmp_path / "checkpoints")
+    checkpoint.verify(folder)
+    assert end["status"] == "stopped"
+    assert version == end["version"] == len(steps(tmp_path))
+    words, _ = checkpoint.load_orchestrator(folder)
+    assert words["path"]["unfinished"] == []  # what was in flight has ended
+    assert words["path"]["version"] == version
+
+
+def test_a_second_signal_ends_at_once_and_hanging_episodes_cannot_hold_a_stop(tmp_path):
+    settings = ["run.steps=1000", "eval.every=-1", "run.shutdown_s=60", *failing("wait", each=40)]
+    with LiveJob(tmp_path, *settings) as job:
+        job.wait_for(r"step +1/")
+        job.send(signal.SIGINT, rank=0)
+        job.wait_for("stopping on SIGINT")
+        for rank in (0, 1):
+            job.send(signal.SIGINT, rank=rank)
+        job.send(signal.SIGINT, rank=1)
+        job.wait(limit_s=20.0)
+        assert job.exit_codes[0] == 130, job.output
+
+
+def test_what_hangs_is_saved_as_unfinished_and_runs_again(tmp_path):
+    settings = ["eval.every=-1", "staleness.order=completion"]
+    hanging = ["run.steps=1000", "run.shutdown_s=6", *failing("wait", each=100)]
+    with LiveJob(tmp_path, *settings, *hanging) as job:
+        job.wait_for(r"step +2/")
+        job.send(signal.SIGTERM)
+        job.wait()
+    version, folder = checkpoint.newest(tmp_path / "checkpoints")
+    words, _ = checkpoint.load_orchestrator(folder)
+    assert words["path"]["unfinished"]
+    with LiveJob(tmp_path, *settings, f"run.steps={version + 4}") as job:
+        assert job.wait() == 0, job.output
+    assert_whole(tmp_path, num_steps=version + 4, max_staleness=4)
+
+
+def test_what_cannot_be_resumed_is_refused_by_path_and_reason(tmp_path):
+    with LiveJob(tmp_path, "run.steps=2", "eval.every=-1") as job:
+        assert job.wait() == 0, job.output
+    shutil.rmtree(tmp_path / "model")
+    state = tmp_path / "checkpoints" / "step_2" / "orchestrator.json"
+    words = json.loads(state.read_text())
+    words["path"]["next_ticket"] += 1
+    state.write_text(json.dumps(words))
+    with LiveJob(tmp_path, "run.steps=4") as job:
+        assert job.wait() == 1
+        assert job.exit_codes == {0: 2, 1: 2}
+        assert f"{state}: " in job.wait_for("^error: cannot resume: ")
+    assert not list(tmp_path.glob("batches/step_2.*"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("resume", ["must", "never"])
+def test_resume_says_what_it_misses(tmp_path, resume):
+    if resume == "never":
+        (tmp_path / "metrics.jsonl").write_text("")
+    with LiveJob(tmp_path, f"run.resume={resume}") as job:
+        assert job.wait() == 1
+        assert job.exit_codes == {0: 2, 1: 2}
+        line = job.wait_for("^error: ")
+        assert ("no complete checkpoint" if resume == "must" else "holds a run already") in line

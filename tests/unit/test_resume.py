@@ -1,0 +1,175 @@
+"""What a run starts from, and what it refuses to start from."""
+
+import copy
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spmd_rl import checkpoint, resume
+from spmd_rl import config as config_module
+from spmd_rl.ledger import Ledger
+from spmd_rl.orchestrator.state import to_json
+from spmd_rl.orchestrator.train_path import PathState
+from spmd_rl.run_dir import RunDir
+from spmd_rl.types import Batch, Group, GroupWork, Rollout, Task
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+MODEL = {"hidden_size": 64, "transformers_version": "5"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(MODEL | {"dtype": "float32"}))
+    return config_module.from_tree(
+        {
+            "run": {"steps": 9},
+            "model": {"path": str(model)},
+            "env": {"e": {"path": "a:b"}},
+            "rollout": {"batch_size": 4, "group_size": 2},
+        }
+    )
+
+
+def rollout(ticket: int) -> Rollout:
+    made = Rollout(env="e", task_id="t", ticket=ticket, finish_reason="stop")
+    made.append(np.arange(3), np.zeros(3), np.full(3, 1))
+    return made
+
+
+def state(version: int) -> tuple[dict[str, object], list[Rollout]]:
+    advantages = np.array([0.5, -0.5], np.float32)
+    group = Group(
+        group_id=6, first_ticket=12, admission_version=1, rollouts=[rollout(12), rollout(13)], advantages=advantages
+    )
+    work = GroupWork(group_id=7, first_ticket=14, size=2, task=Task(env="e", task_id="t", data={"n": 1}), version=1)
+    batch = Batch(index=version, rollouts=[rollout(t) for t in range(8, 12)], advantages=np.tile(advantages, 2))
+    path = PathState(
+        version=version,
+        next_ticket=16,
+        next_group=8,
+        unfinished=[work],
+        groups=[group],
+        batches=[batch],
+        ledger=Ledger().state(),
+    )
+    words, rollouts = to_json(path)
+    return {"path": words, "cursor": 8, "model": MODEL}, rollouts
+
+
+def save(run_dir: RunDir, version: int = 2) -> Path:
+    import torch
+
+    folder = checkpoint.aside(run_dir.checkpoints, version)
+    checkpoint.save_trainer({"w": torch.zeros(2)}, folder / "trainer", None).result()
+    checkpoint.save_orchestrator(*state(version), folder)
+    return checkpoint.complete(run_dir.checkpoints, version)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    made = RunDir(tmp_path)
+    made.create()
+    return made
+
+
+def start(run_dir: RunDir, config, *, restarted: bool = False, **run) -> tuple[int, Path | None]:
+    tree = {"run": {"steps": 9, **run}, "model": {"path": config.model.path}, "env": {"e": {"path": "a:b"}}}
+    tree |= {"rollout": {"batch_size": 4, "group_size": 2}}
+    return resume.starting_point(run_dir, config_module.from_tree(tree), restarted=restarted)
+
+
+def test_a_fresh_directory_starts_at_version_0_and_must_says_no(run_dir, config):
+    assert start(run_dir, config) == (0, None)
+    assert start(run_dir, config, resume="never") == (0, None)
+    with pytest.raises(ValueError, match="nothing to resume: no complete checkpoint"):
+        start(run_dir, config, resume="must")
+
+
+def test_the_newest_complete_checkpoint_is_taken(run_dir, config):
+    save(run_dir, 2)
+    newest = save(run_dir, 4)
+    (save(run_dir, 6) / "COMPLETE").unlink()
+    (run_dir.checkpoints / "step_8.tmp").mkdir()
+    assert start(run_dir, config) == (4, newest)
+    assert not (run_dir.checkpoints / "step_8.tmp").exists()
+
+
+def test_a_used_directory_is_never_started_afresh_by_mistake(run_dir, config):
+    run_dir.metrics.write_text("")
+    with pytest.raises(ValueError, match="without a complete checkpoint"):
+        start(run_dir, config)
+    assert start(run_dir, config, restarted=True) == (0, None)
+    save(run_dir)
+    with pytest.raises(ValueError, match="holds a run already"):
+        start(run_dir, config, resume="never")
+    assert start(run_dir, config, restarted=True, resume="never")[0] == 2
+
+
+def test_a_finished_run_has_nothing_left_unless_its_model_is_missing(run_dir, config):
+    folder = save(run_dir, 2)
+    assert start(run_dir, config, steps=2) == (2, folder)
+    run_dir.model.mkdir()
+    with pytest.raises(ValueError, match="nothing is left to train"):
+        start(run_dir, config, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"rollout": {"batch_size": 4, "group_size": 4}}, r"holds a group of 2 rollouts, rollout.group_size = 4"),
+        ({"rollout": {"batch_size": 8, "group_size": 2}}, r"holds a batch of 4 rollouts, rollout.batch_size = 8"),
+        ({"env": {"f": {"path": "a:b"}}}, "unfinished tasks of env 'e'"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_the_config_is_refused(run_dir, config, tree, message):
+    folder = save(run_dir)
+    base = {"model": {"path": config.model.path}, "env": {"e": {"path": "a:b"}}, "run": {"steps": 9}}
+    base |= {"rollout": {"batch_size": 4, "group_size": 2}}
+    other = config_module.from_tree({**base, **tree})
+    with pytest.raises(ValueError, match=message) as refused:
+        resume.starting_point(run_dir, other, restarted=False)
+    assert str(folder) in str(refused.value)
+
+
+def test_another_model_is_refused_by_what_differs(run_dir, config, tmp_path):
+    save(run_dir)
+    model = tmp_path / "other"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"hidden_size": 128}))
+    tree = {"model": {"path": str(model)}, "env": {"e": {"path": "a:b"}}}
+    with pytest.raises(ValueError, match="hidden_size = 64, here it is 128"):
+        resume.starting_point(run_dir, config_module.from_tree(tree), restarted=False)
+
+
+def test_whatever_the_state_says_it_is_taken_or_refused_in_a_line(run_dir, config, tmp_path):
+    """As by somebody who also mends the checksums."""
+    whole = save(run_dir)
+    words = json.loads((whole / "orchestrator.json").read_text())
+    for seed in range(100):
+        rng = random.Random(seed)
+        mutated = copy.deepcopy(words)
+        spot, key = rng.choice(list(places(mutated)))
+        if rng.random() < 0.3:
+            del spot[key]
+        else:
+            spot[key] = rng.choice([None, -1, 3, 1e300, "x", [], {}, [1], {"a": 1}, True])
+        folder = tmp_path / f"fuzz{seed}" / "step_2"
+        shutil.copytree(whole, folder)
+        (folder / "orchestrator.json").write_text(json.dumps(mutated))
+        try:
+            resume.check_fits(folder, config)
+        except ValueError as error:
+            assert str(folder) in str(error), seed
+            assert "\n" not in str(error), seed
+
+
+def places(node: object):
+    if isinstance(node, dict | list):
+        for key in list(node) if isinstance(node, dict) else range(len(node)):
+            yield node, key
+            yield from places(node[key])
