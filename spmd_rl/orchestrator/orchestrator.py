@@ -517,11 +517,11 @@ def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
     """Whole sequences, [T] tokens each, until PROBE_TOKENS are scored; again from the first if they do not reach."""
     sequences: list[np.ndarray] = []
     num_scored = 0
-    for rollout in itertools.cycle([r for r in rollouts if len(r.token_ids) > 1]):
+    for rollout in itertools.cycle([r for r in rollouts if len(r.context) > 1]):
         if num_scored >= PROBE_TOKENS:
             break
-        sequences.append(rollout.token_ids)
-        num_scored += len(rollout.token_ids) - 1
+        sequences.append(rollout.context)
+        num_scored += len(rollout.context) - 1
     return sequences
 
 
