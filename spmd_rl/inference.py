@@ -56,28 +56,7 @@ class InferenceRank:
             on_update=config.staleness.on_update,
             progress=lambda doing: live.progress(doing, thread="engine"),
         )
-        tokenizer = Tokenizer(config.model.path)
-        rollout = config.rollout
-        self._episodes = Episodes(
-            envs={name: envs.load(e.path, tokenizer=tokenizer, args=e.args) for name, e in config.env.items()},
-            generate=self._engine.generate,
-            engine_version=lambda: self._engine.version,
-            sampling={
-                "train": Sampling(
-                    max_tokens=rollout.max_tokens,
-                    temperature=rollout.temperature,
-                    top_p=rollout.top_p,
-                    top_k=rollout.top_k,
-                    stop_ids=tokenizer.stop_ids,
-                ),
-                "eval": Sampling(
-                    max_tokens=rollout.max_tokens, temperature=config.eval.temperature, stop_ids=tokenizer.stop_ids
-                ),
-            },
-            seed=config.run.seed,
-            max_retries=rollout.max_retries,
-            finished=self._finished,
-        )
+        self._episodes = make_episodes(config, Tokenizer(config.model.path), self._engine, self._finished)
         self._engine.start()
         self._receiver = WeightReceiver(
             specs=specs,
@@ -129,6 +108,34 @@ class InferenceRank:
                 self._loop.call_soon_threadsafe(self._send, message)
 
         self._engine.load(tensors, version, swapped)
+
+
+def make_episodes(
+    config: Config, tokenizer: Tokenizer, engine: EngineThread, finished: Callable[[Rollout], None]
+) -> Episodes:
+    """Episodes of the run's environments with the run's sampling."""
+    rollout = config.rollout
+    return Episodes(
+        envs={name: envs.load(e.path, tokenizer=tokenizer, args=e.args) for name, e in config.env.items()},
+        generate=engine.generate,
+        engine_version=lambda: engine.version,
+        sampling={
+            "train": Sampling(
+                max_tokens=rollout.max_tokens,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                stop_ids=tokenizer.stop_ids,
+            ),
+            "eval": Sampling(
+                max_tokens=rollout.max_tokens, temperature=config.eval.temperature, stop_ids=tokenizer.stop_ids
+            ),
+        },
+        max_seq_len=config.inference.max_seq_len,
+        seed=config.run.seed,
+        max_retries=rollout.max_retries,
+        finished=finished,
+    )
 
 
 async def run_inference(world: World, config: Config, live: Liveness) -> None:

@@ -151,7 +151,7 @@ def by_segment(packed: Packed) -> Packed:
     rows = np.repeat(np.arange(len(packed)), [len(s) for s in starts])
     if len(rows) == len(packed):
         return packed
-    per_rollout = {name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, "advantage")}
+    per_rollout = {n: a[rows] for n, a in packed.arrays().items() if n not in PER_TOKEN and n != "cu_seqlens"}
     words = [{**packed.words[i], "segments": []} for i in rows]
     cu_seqlens = np.array([*itertools.chain(*starts), packed.cu_seqlens[-1]], np.int64)
     return dataclasses.replace(packed, cu_seqlens=cu_seqlens, words=words, **per_rollout)
