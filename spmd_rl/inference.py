@@ -77,6 +77,9 @@ class InferenceRank:
             case Kind.PROBE:
                 cu_seqlens = message.arrays["cu_seqlens"]
                 self._probe = np.split(message.arrays["token_ids"], cu_seqlens[1:-1])
+            case Kind.PIN:
+                number = message.words["number"]
+                self._engine.pin(message.words["upto"], lambda version, held_s: self._pinned(number, version, held_s))
             case Kind.STATS:
                 stats = self._engine.stats
                 words = {"busy_s": stats.busy_s, "pause_s": stats.pause_s, "steps": stats.steps, "tokens": stats.tokens}
@@ -93,6 +96,10 @@ class InferenceRank:
     def _finished(self, rollout: Rollout) -> None:
         packed = packing.pack([rollout])
         self._send(Message(Kind.ROLLOUT, {"words": packed.words}, packed.arrays()))
+
+    def _pinned(self, number: int, version: int, held_s: float) -> None:  # on the engine's thread
+        message = Message(Kind.PINNED, {"number": number, "version": version, "held_s": held_s})
+        self._loop.call_soon_threadsafe(self._send, message)
 
     def _weights_arrived(self, version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:
         """On the receiver's thread: have the engine swap between two steps, then acknowledge and score the probe."""

@@ -54,6 +54,8 @@ class Kind(IntEnum):
     STATS = 9
     SAVED = 10
     ERROR = 11
+    PIN = 13
+    PINNED = 14
     STOP = 12  # the last message of a direction
 
 

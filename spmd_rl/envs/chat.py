@@ -12,7 +12,7 @@ detected by that text: the conversation then goes on in a new segment, a context
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from spmd_rl.envs import Generate, take_turn
 from spmd_rl.tokenizer import Messages, Tokenizer
@@ -80,6 +80,23 @@ class Chat:
             kept = ""
         self.rollout.append(self._tokenizer.encode(whole[len(kept) :]))
         self._text, self._stop = whole, ""
+
+
+async def with_tool(
+    chat: Chat,
+    tool: Callable[[str], Awaitable[str | None]],  # what it answers to a reply; None: that calls no tool
+    *,
+    role: str,  # of the tool's messages
+    max_calls: int,
+) -> str:
+    """Replies with the tool's answers between them; the text of the first one that calls no tool, or of the last."""
+    for _ in range(max_calls):
+        reply = await chat.reply()
+        answer = None if chat.truncated else await tool(reply)
+        if answer is None:
+            return reply
+        chat.add(role, answer)
+    return await chat.reply()
 
 
 def _difference(whole: str, kept: str) -> str:

@@ -13,6 +13,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,7 @@ from spmd_rl.advantages import ADVANTAGES
 from spmd_rl.config import Config
 from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator import state as saved_state
+from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.eval_runner import EvalRunner
 from spmd_rl.orchestrator.failure_rate import FailureRate
@@ -35,6 +37,7 @@ from spmd_rl.orchestrator.roll_call import RollCall
 from spmd_rl.orchestrator.ship_hold import ShipHold
 from spmd_rl.orchestrator.train_path import TrainPath
 from spmd_rl.orchestrator.train_sink import TrainSink, zero_spread
+from spmd_rl.orchestrator.version_pin import VersionPin
 from spmd_rl.orchestrator.weight_watcher import WeightWatcher
 from spmd_rl.packing import Packed
 from spmd_rl.policy import Policy
@@ -44,6 +47,7 @@ from spmd_rl.types import GroupWork, Rollout, Task
 
 PREFETCH = 1  # batches shipped ahead of the one that is trained; the ship gate's S takes its place
 PROBE_TOKENS = 256  # scored, at least
+CANCELLED = "cancelled"  # the error of a rollout that was given up on purpose
 
 
 class Recorder(Protocol):
@@ -59,6 +63,7 @@ class Links:
     work: Callable[[int, GroupWork], None]  # start a group on an engine's rank
     cancel: Callable[[int, GroupWork], None]
     stats: Callable[[int], None]  # have every engine answer with its counters, under this number
+    pin: Callable[[int, int | None], None]  # (number, version): hold swaps above it; None: swap again
     batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
     probe: Callable[[list[np.ndarray]], None]  # sequences that engines and trainers score from now on
     finish_training: Callable[[bool], None]  # save, export if True, and end
@@ -82,6 +87,7 @@ class Orchestrator:
         config: Config,
         run_dir: RunDir,
         tasks: TaskStream,
+        difficulty: Difficulty,  # of these tasks
         eval_tasks: Mapping[str, Sequence[Task]],
         links: Links,
         recorder: Recorder,
@@ -93,6 +99,7 @@ class Orchestrator:
     ) -> None:
         rollout, staleness, trainer = config.rollout, config.staleness, config.trainer
         self._config, self._run_dir, self._tasks, self._links = config, run_dir, tasks, links
+        self._difficulty = difficulty
         self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
         self._complete_checkpoint = complete_checkpoint
         self._first_version, self._last_version = version, config.run.steps
@@ -133,7 +140,12 @@ class Orchestrator:
         )
         self.ledger = Ledger()
         self.path = TrainPath(
-            dispatcher=self.dispatcher, sink=self.sink, gate=self.gate, policy=self.policy, ledger=self.ledger
+            dispatcher=self.dispatcher,
+            sink=self.sink,
+            gate=self.gate,
+            policy=self.policy,
+            ledger=self.ledger,
+            observe=difficulty.observe,
         )
         ahead = staleness.max_staleness if staleness.gate == "ship" else PREFETCH
         self.hold = ShipHold(self.policy, max_staleness=ahead, clock=clock)
@@ -143,7 +155,9 @@ class Orchestrator:
             samples=config.eval.samples,
             submit=self._submit,
             version=lambda: self.policy.version,
+            solved_at=config.eval.solved_at,
         )
+        self.pin = VersionPin(engines=links.engines, ask=links.pin, policy=self.policy)
         self.metrics = MetricsLoop(
             interval_s=config.run.metrics_interval_s,
             collect=self._interval_metrics(),
@@ -184,6 +198,7 @@ class Orchestrator:
         self._tasks.skip_to(words["cursor"])
         if self._adaptive is not None:
             self._adaptive.limit = min(words.get("admission_limit", self._adaptive.limit), self._adaptive.most)
+        self._difficulty.restore(words.get("difficulty", ()))
         self.ledger.close_tokens()
         self._admitted_until = {self._first_version: self.ledger.admitted}
 
@@ -196,6 +211,10 @@ class Orchestrator:
     def rollout_ended(self, rollout: Rollout) -> None:
         self._load[self._engine_of[rollout.purpose, rollout.group_id]] -= 1
         self._failures.add(rollout)
+        if rollout.failed and rollout.error != CANCELLED:
+            self._report.failed(rollout)
+            if rollout.error.startswith("PromptTooLong") and self._config.rollout.long_prompts == "refuse":
+                self._later(_refuse(rollout))
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
         else:
@@ -369,6 +388,10 @@ class Orchestrator:
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
             **self._report.engine_rates(),
+            "data/drawn": self._tasks.cursor,
+            "data/passed_over": self._tasks.num_passed_over,
+            **{f"data/{name}": value for name, value in self._difficulty.summary().items()},
+            **self._report.failures(),
         }
         if self._adaptive is not None:
             self._adaptive.observe(waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"])
@@ -439,10 +462,13 @@ class Orchestrator:
     # ---- evaluation, checkpoints, intervals
 
     async def _evaluate(self, concurrent: int) -> None:
-        """One evaluation from the version of now on.  Waits for its rollouts."""
-        version = self.policy.version
-        report, rollouts = await self.evals.run(f"eval_{version}", concurrent=concurrent)
+        """One evaluation from the version of now on; pinned, that version makes it all.  Waits for its rollouts."""
+        async with self.pin.hold() if self._config.eval.pin else nullcontext():
+            version = self.policy.version
+            report, rollouts = await self.evals.run(f"eval_{version}", concurrent=concurrent)
         values = eval_values(report)
+        if self._config.eval.pin:
+            values["eval/pin_stall_s"] = self.pin.stall_s
         self._recorder.write("eval", version, values)
         self._report.evaluated(version, report, rollouts)
         texts = [
@@ -477,7 +503,11 @@ class Orchestrator:
 
     def _snapshot(self) -> tuple[dict[str, object], list[Rollout]]:
         path, rollouts = saved_state.to_json(self.path.snapshot())
-        words: dict[str, object] = {"path": path, "cursor": self._tasks.cursor}
+        words: dict[str, object] = {
+            "path": path,
+            "cursor": self._tasks.cursor,
+            "difficulty": self._difficulty.state(),
+        }
         if self._adaptive is not None:
             words["admission_limit"] = self._adaptive.limit
         return words, rollouts
@@ -511,6 +541,10 @@ class Orchestrator:
     def _emit_interval(self, values: dict[str, float]) -> None:
         self._recorder.write("interval", self.policy.version, values | self._report.engine_rates())
         self._later(self._count_engines())
+
+
+async def _refuse(rollout: Rollout) -> None:
+    raise ValueError(f"{rollout.env}, task {rollout.task_id}: {rollout.error}; rollout.long_prompts = 'refuse'")
 
 
 def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
