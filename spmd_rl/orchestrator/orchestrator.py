@@ -176,12 +176,12 @@ class Orchestrator:
         self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
+        self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
         self._admitted_until = {version: 0}  # rollouts admitted before a version was live
         self.policy.on_change(self._version_changed)
         self._stop = asyncio.Event()
         self._num_stats = 0
         self._probe: list[np.ndarray] = []
-        self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
         self._save_at: set[int] = set()  # versions to come at which the trainers save
         self._evaluations: list[asyncio.Task[None]] = []  # that run beside training: one at most
         self._checkpoints: list[asyncio.Task[None]] = []  # that are being written
@@ -333,10 +333,7 @@ class Orchestrator:
         for index in range(self._first_version, self._last_version):
             batch = await self.path.form(index)
             if batch is None:
-                if index == self._first_version:
-                    raise RuntimeError("the tasks ended before the first batch was full")
-                self._report.say(f"the tasks ended: {index} batches of {self._last_version}")
-                self._last_version = index
+                self._tasks_ended(index)
                 break
             values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages)
             values |= reward_metrics([*batch.rollouts, *self.path.take_given_up()])
@@ -353,6 +350,17 @@ class Orchestrator:
             self._links.batch(index, packed, save)
             self._shipped.put_nowait(index + 1)
         self._shipped.put_nowait(None)
+
+    def _tasks_ended(self, index: int) -> None:
+        """The run ends with the last full batch; groups that do not fill one are not trained on."""
+        groups = self.sink.num_waiting // self._config.rollout.group_size
+        if index == 0:
+            raise RuntimeError(
+                f"the tasks ended with {groups} groups before the first batch was full: lower rollout.batch_size, or "
+                "give more tasks or epochs"
+            )
+        self._report.say(f"the tasks have ended: {index} full batches, {groups} groups left over")
+        self._last_version = index
 
     async def _record_steps(self) -> None:
         """After each version its metrics and evaluation.  Waits for: a shipped batch, then the policy."""

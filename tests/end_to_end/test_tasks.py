@@ -1,0 +1,125 @@
+"""Tasks in real jobs: data that ends, prompts that do not fit, rewards that hang, turns, evaluations by one version."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spmd_rl import batch_log, packing
+from spmd_rl.types import Rollout
+from tests.end_to_end.jobs import Job, run
+
+CONFIG = """
+[run]
+steps = {steps}
+[model]
+path = "models/tiny"
+make = "spmd_rl.tiny_model:make"
+{envs}
+[rollout]
+batch_size = 16
+group_size = 4
+max_tokens = 8
+[staleness]
+max_staleness = 2
+max_concurrent = 48
+[inference]
+max_slots = 48
+max_seq_len = 40
+[trainer]
+learning_rate = 1e-3
+filter_zero_spread = false
+max_empty_batches = 20
+[eval]
+every = -1
+"""
+QUESTIONS = """
+[env.sums]
+path = "spmd_rl.envs.questions:Questions"
+args = {{ path = "{path}", max_epochs = 1 }}
+"""
+
+
+def job(folder: Path, envs: str, *settings: str, steps: int = 50, num_ranks: int = 2) -> Job:
+    config = folder / "job.toml"
+    config.write_text(CONFIG.format(envs=envs, steps=steps))
+    return run(str(config), folder / "run", *settings, num_ranks=num_ranks)
+
+
+def questions(folder: Path, *texts: str) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": text, "answer": "#### 7"}) + "\n" for text in texts))
+    return QUESTIONS.format(path=path)
+
+
+def trained_rollouts(done: Job) -> list[Rollout]:
+    indices = range(done.summary["version"])
+    return [r for i in indices for r in packing.unpack(batch_log.read(done.folder / "batches", i))]
+
+
+def test_a_run_ends_well_with_its_data(tmp_path):
+    done = job(tmp_path, questions(tmp_path, *(f"{i}+1=" for i in range(10))))
+    assert done.code == 0, done.output
+    assert "the tasks have ended: 2 full batches, 2 groups left over" in done.output
+    summary = done.summary
+    assert (summary["status"], summary["steps"], summary["version"]) == ("done", 2, 2)
+    rollouts = summary["ledger"]["rollouts"]
+    assert (rollouts["trained"], rollouts["left_over"], summary["ledger"]["admitted"]) == (32, 8, 40)
+    assert (done.folder / "model" / "model.safetensors").exists()
+    assert len({r.task_id for r in trained_rollouts(done)}) == 8  # each row once
+
+
+def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path):
+    envs = questions(tmp_path, *(f"{i}+1=" for i in range(4)), "7" * 50)
+    done = job(tmp_path, envs, steps=1)
+    assert done.code == 0, done.output
+    assert done.summary["failures"] == {"PromptTooLong": 4}
+    assert "sums, task 4: PromptTooLong: 51 tokens leave no room for a reply in 40" in done.output
+
+
+def test_prompts_that_do_not_fit_end_the_run_by_option(tmp_path):
+    envs = questions(tmp_path, *(f"{i}+1=" for i in range(4)), "7" * 50)
+    done = job(tmp_path, envs, "rollout.long_prompts=refuse", steps=9)
+    assert done.code == 1
+    assert "PromptTooLong: 51 tokens leave no room for a reply in 40; rollout.long_prompts = 'refuse'" in done.output
+
+
+def test_a_reward_that_hangs_and_turns_in_segments_train_on(tmp_path):
+    envs = """
+[env.hangs]
+path = "tests.end_to_end.environments:HangsOnce"
+[env.forgets]
+path = "tests.end_to_end.environments:Forgets"
+"""
+    pinned = ("eval.every=2", "eval.pin=true", "eval.num_tasks=8", "eval.temperature=1.0", "checkpoint.every=2")
+    done = job(tmp_path, envs, *pinned, steps=6)
+    assert done.code == 0, done.output
+    summary = done.summary
+    assert summary["failures"] == {"TimedOut": 1}
+    rollouts = trained_rollouts(done)
+    assert all(r.reward > 0 for r in rollouts if r.env == "hangs" and not r.failed and r.num_trainable > 1)
+    split = [r for r in rollouts if r.env == "forgets"]
+    assert split and all(len(r.segments) == 1 and r.num_turns == 2 for r in split)
+    assert summary["probe_kl_max"] < 1e-4
+    for record in done.metrics("eval"):
+        for env in ("hangs", "forgets"):
+            assert record[f"eval/{env}/oldest_version"] == record[f"eval/{env}/newest_version"]
+    assert sum("eval/pin_stall_s" in record for record in done.metrics("eval")) == 2
+
+
+@pytest.mark.full
+def test_samples_of_a_prompt_differ_and_the_same_run_gives_the_same_text(tmp_path):
+    texts = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        envs = '[env.fraction]\npath = "spmd_rl.envs.fraction:Fraction"\n'
+        settings = ("topology.inference=2", "rollout.group_size=8", "inference.deterministic=true")
+        done = job(tmp_path / name, envs, *settings, steps=1, num_ranks=3)
+        assert done.code == 0, done.output
+        texts.append([r.token_ids.tolist() for r in trained_rollouts(done)])
+        for group in np.split(np.arange(16), 2):
+            assert len({tuple(texts[-1][i]) for i in group}) == 8
+    assert texts[0] == texts[1]
