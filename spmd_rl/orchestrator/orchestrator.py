@@ -32,7 +32,7 @@ from spmd_rl.orchestrator.failure_rate import FailureRate
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
 from spmd_rl.orchestrator.metrics_loop import MetricsLoop
 from spmd_rl.orchestrator.order import make_order
-from spmd_rl.orchestrator.report import Report, batch_metrics, eval_values, reward_metrics
+from spmd_rl.orchestrator.report import Report, batch_metrics, eval_texts, eval_values, reward_metrics
 from spmd_rl.orchestrator.roll_call import RollCall
 from spmd_rl.orchestrator.ship_hold import ShipHold
 from spmd_rl.orchestrator.train_path import TrainPath
@@ -479,18 +479,7 @@ class Orchestrator:
             values["eval/pin_stall_s"] = self.pin.stall_s
         self._recorder.write("eval", version, values)
         self._report.evaluated(version, report, rollouts)
-        texts = [
-            {
-                "env": r.env,
-                "task_id": r.task_id,
-                "reward": r.reward,
-                "versions": r.version_runs(),
-                "error": r.error,
-                "text": self._decode(r.token_ids),
-            }
-            for r in rollouts
-        ]
-        content = {"version": version, **values, "rollouts": texts}
+        content = {"version": version, **values, "rollouts": eval_texts(rollouts, self._decode)}
         write_whole(self._run_dir.evals / f"eval_{version}.json", json.dumps(content, indent=1))
 
     def _evaluate_beside(self, concurrent: int) -> asyncio.Task[None]:

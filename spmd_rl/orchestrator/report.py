@@ -258,6 +258,23 @@ def eval_values(report: EvalReport) -> dict[str, float]:
     return values
 
 
+def eval_texts(rollouts: Sequence[Rollout], decode: Callable[[np.ndarray], str]) -> list[dict[str, object]]:
+    """What an evaluation's file says of each rollout."""
+    return [
+        {
+            "env": r.env,
+            "task_id": r.task_id,
+            "reward": None if r.failed else r.reward,
+            "reward_parts": r.reward_parts,
+            "finish_reason": r.finish_reason,
+            "versions": r.version_runs(),
+            "error": r.error,
+            "text": decode(r.token_ids),
+        }
+        for r in rollouts
+    ]
+
+
 def diagnose(trainer_idle: float | None, engine_idle: float | None, *, max_staleness: int) -> tuple[str, str]:
     """(stage, advice) from the idle shares of both sides."""
     if trainer_idle is None or engine_idle is None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from spmd_rl import batch_log, packing
 from spmd_rl.types import Rollout
-from tests.end_to_end.jobs import Job, run
+from tests.end_to_end.jobs import ROOT, Job, environment, run
 
 CONFIG = """
 [run]
@@ -87,27 +92,78 @@ def test_prompts_that_do_not_fit_end_the_run_by_option(tmp_path):
     assert "PromptTooLong: 51 tokens leave no room for a reply in 40; rollout.long_prompts = 'refuse'" in done.output
 
 
-def test_a_reward_that_hangs_and_turns_in_segments_train_on(tmp_path):
+@pytest.fixture(scope="module")
+def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Job:
     envs = """
 [env.hangs]
 path = "tests.end_to_end.environments:HangsOnce"
 [env.forgets]
 path = "tests.end_to_end.environments:Forgets"
 """
-    pinned = ("eval.every=2", "eval.pin=true", "eval.num_tasks=8", "eval.temperature=1.0", "checkpoint.every=2")
-    done = job(tmp_path, envs, *pinned, steps=6)
-    assert done.code == 0, done.output
-    summary = done.summary
-    assert summary["failures"] == {"TimedOut": 1}
-    rollouts = trained_rollouts(done)
-    assert all(r.reward > 0 for r in rollouts if r.env == "hangs" and not r.failed and r.num_trainable > 1)
-    split = [r for r in rollouts if r.env == "forgets"]
-    assert split and all(len(r.segments) == 1 and r.num_turns == 2 for r in split)
-    assert summary["probe_kl_max"] < 1e-4
-    for record in done.metrics("eval"):
-        for env in ("hangs", "forgets"):
-            assert record[f"eval/{env}/oldest_version"] == record[f"eval/{env}/newest_version"]
-    assert sum("eval/pin_stall_s" in record for record in done.metrics("eval")) == 2
+    pinned = ("eval.every=2", "eval.pin=true", "eval.num_tasks=8", "checkpoint.every=2")
+    return job(tmp_path_factory.mktemp("misbehaving"), envs, *pinned, steps=6)
+
+
+def test_a_reward_that_hangs_is_counted_and_the_run_goes_on(misbehaving):
+    assert misbehaving.code == 0, misbehaving.output
+    assert misbehaving.summary["failures"] == {"TimedOut": 1}
+    rollouts = [r for r in trained_rollouts(misbehaving) if r.env == "hangs" and not r.failed]
+    assert rollouts and all(r.reward > 0 for r in rollouts if r.num_trainable > 1)
+
+
+def test_turns_in_segments_are_trained(misbehaving):
+    rollouts = [r for r in trained_rollouts(misbehaving) if r.env == "forgets"]
+    assert rollouts and all(len(r.segments) == 1 and r.num_turns == 2 for r in rollouts)
+    steps = [step for step in misbehaving.metrics("step") if step["trainer/mismatch_tokens"]]
+    assert steps and max(step["trainer/mismatch_kl"] for step in steps) < 1e-6
+    assert misbehaving.summary["probe_kl_max"] < 1e-4
+
+
+def test_a_pinned_evaluation_is_of_one_version(misbehaving):
+    records = misbehaving.metrics("eval")
+    assert [record["version"] for record in records] == [0, 2, 4, 6]
+    for record in records:
+        assert record["eval/forgets/oldest_version"] == record["eval/forgets/newest_version"] == record["version"]
+    assert ["eval/pin_stall_s" in record for record in records] == [False, True, True, False]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "spmd_rl", *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+
+
+def test_a_checkpoint_is_exported_as_the_folder_that_the_run_itself_wrote(misbehaving, tmp_path):
+    run_dir = misbehaving.folder
+    done = command("export", run_dir, "--step", 6, tmp_path / "six", "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "six", run_dir / "model"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert command("export", run_dir, "--step", 4, tmp_path / "four").returncode == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "four")
+    assert model.dtype == torch.bfloat16 and not torch.equal(
+        model.lm_head.weight.float(), ours["model.embed_tokens.weight"]
+    )
+    for arguments, message in (
+        ((run_dir, "--step", 3, tmp_path / "x"), "no complete checkpoint of version 3; there are [4, 6]"),
+        ((run_dir, tmp_path / "six"), "exists already"),
+        ((tmp_path, tmp_path / "x"), "not a run directory"),
+    ):
+        failed = command("export", *arguments)
+        assert failed.returncode == 2 and message in failed.stderr
+
+
+def test_an_evaluation_alone_gives_the_numbers_of_the_run(misbehaving, tmp_path):
+    config, out = misbehaving.folder.parent / "job.toml", tmp_path / "eval.json"
+    settings = ("eval.num_tasks=8", "--model", misbehaving.folder / "model", "--out", out)
+    done = command("eval", config, *settings)
+    assert done.returncode == 0, done.stderr
+    alone, own = json.loads(out.read_text()), misbehaving.metrics("eval")[-1]
+    assert done.stdout.startswith("forgets: reward ") or "\nforgets: reward " in done.stdout
+    for name in ("reward", "length", "avg@1", "pass@1", "truncated"):
+        assert alone[f"eval/forgets/{name}"] == pytest.approx(own[f"eval/forgets/{name}"])
+    assert alone["eval/hangs/failed"] == 1 / 8  # its first reward hangs here too
+    assert len(alone["rollouts"]) == 16
+    assert command("eval", config, "--model", tmp_path / "none").returncode == 2
 
 
 @pytest.mark.full

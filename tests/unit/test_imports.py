@@ -28,6 +28,7 @@ LAYERS = [
     {"engine_thread", "episodes", "stop_signals"},
     {"orchestrator", "simulate"},
     {"inference", "training", "resume"},
+    {"evaluate", "export"},
     {"orchestration"},
     {"train"},
     {"cli"},
