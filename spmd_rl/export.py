@@ -52,7 +52,5 @@ def _find(checkpoints: Path, step: int | None) -> Path:
     if not versions:
         raise ValueError(f"no complete checkpoint in {checkpoints}")
     if step not in (None, *versions):
-        raise ValueError(
-            f"no complete checkpoint {'' if step is None else step} in {checkpoints}; there are {versions}"
-        )
+        raise ValueError(f"no complete checkpoint of version {step} in {checkpoints}; there are {versions}")
     return checkpoints / f"step_{versions[-1] if step is None else step}"
