@@ -43,14 +43,12 @@ def export(run: Path, folder: Path, step: int | None, dtype: str) -> int:
 
 
 def _find(checkpoints: Path, step: int | None) -> Path:
-    """A complete checkpoint; ValueError names those that there are."""
-    versions = sorted(
-        int(path.parent.name.removeprefix("step_"))
-        for path in checkpoints.glob("step_*/COMPLETE")
-        if path.parent.name.removeprefix("step_").isdecimal()
-    )
-    if not versions:
+    """A complete and undamaged checkpoint."""
+    newest = checkpoint.newest(checkpoints)
+    if newest is None:
         raise ValueError(f"no complete checkpoint in {checkpoints}")
-    if step not in (None, *versions):
-        raise ValueError(f"no complete checkpoint of version {step} in {checkpoints}; there are {versions}")
-    return checkpoints / f"step_{versions[-1] if step is None else step}"
+    folder = newest[1] if step is None else checkpoints / f"step_{step}"
+    if not (folder / checkpoint.MARKER).is_file():
+        raise ValueError(f"no complete checkpoint of version {step} in {checkpoints}: the newest is {newest[1].name}")
+    checkpoint.verify(folder)
+    return folder

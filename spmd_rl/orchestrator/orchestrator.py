@@ -214,7 +214,7 @@ class Orchestrator:
         if rollout.failed and rollout.error != CANCELLED:
             self._report.failed(rollout)
             if rollout.error.startswith("PromptTooLong") and self._config.rollout.long_prompts == "refuse":
-                self._later(_refuse(rollout))
+                raise ValueError(f"{rollout.error}; rollout.long_prompts = 'refuse'")
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
         else:
@@ -538,10 +538,6 @@ class Orchestrator:
     def _emit_interval(self, values: dict[str, float]) -> None:
         self._recorder.write("interval", self.policy.version, values | self._report.engine_rates())
         self._later(self._count_engines())
-
-
-async def _refuse(rollout: Rollout) -> None:
-    raise ValueError(f"{rollout.env}, task {rollout.task_id}: {rollout.error}; rollout.long_prompts = 'refuse'")
 
 
 def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:

@@ -7,7 +7,19 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "spmd_rl"
 LAYERS = [
-    {"types", "policy", "ledger", "topology", "bounds", "virtual_time", "folders", "run_dir", "gguf", "disk", "sandbox"},
+    {
+        "types",
+        "policy",
+        "ledger",
+        "topology",
+        "bounds",
+        "virtual_time",
+        "folders",
+        "run_dir",
+        "gguf",
+        "disk",
+        "sandbox",
+    },
     {"config", "packing", "advantages", "losses", "rewards", "tokenizer", "model", "weight_layout", "task_stream"}
     | {"workers", "data", "math_reward", "code_reward"},
     {"judge"},
