@@ -42,7 +42,8 @@ class Chat:
             raise ValueError(f"on_rewrite = {on_rewrite!r}: must be one of {', '.join(REWRITES)}")
         self.rollout = Rollout(env=task.env, task_id=task.task_id)
         self.messages = list(messages)
-        self._tokenizer, self._generate, self._variables = tokenizer, generate, dict(variables or {})
+        self.variables = dict(variables or {})
+        self._tokenizer, self._generate = tokenizer, generate
         self._refuse = on_rewrite == "refuse"
         self._text = ""  # of the segment's tokens, less the last one if it is a stop token
         self._stop = ""  # the text of that stop token
@@ -71,7 +72,7 @@ class Chat:
 
     def _write_what_was_said(self) -> None:
         """Bring the tokens up to the opening of the next reply."""
-        whole = self._tokenizer.render_text(self.messages, **self._variables)
+        whole = self._tokenizer.render_text(self.messages, **self.variables)
         kept = self._text + self._stop
         if not whole.startswith(kept):
             if self._refuse:
