@@ -310,7 +310,7 @@ AT_LEAST = {
     "rollout.top_k": 0,
     "rollout.max_retries": 0,
     "data.min_solve_rate": 0,
-    "data.revisit": 0,
+    "data.revisit": 0.001,
     "staleness.max_staleness": 0,
     "staleness.window": 1,
     "staleness.max_age": -1,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +70,13 @@ def drawn(seed: int, split: str, draw: Callable[[random.Random], Task]) -> Itera
     rng = random.Random(f"{split} {seed}")
     while True:
         yield draw(rng)
+
+
+def check_tasks(name: str, environment: Environment, *, seed: int, splits: Iterable[str]) -> None:
+    """ValueError, before anything is built, for data that are missing, broken or empty."""
+    for split in splits:
+        if next(environment.tasks(seed, split), None) is None:
+            raise ValueError(f"environment {name} has no tasks of the split {split!r}")
 
 
 def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Environment:

@@ -92,6 +92,13 @@ def test_prompts_that_do_not_fit_end_the_run_by_option(tmp_path):
     assert "PromptTooLong: 51 tokens leave no room for a reply in 40; rollout.long_prompts = 'refuse'" in done.output
 
 
+def test_data_that_are_missing_are_refused_before_anything_is_built(tmp_path):
+    refused = job(tmp_path, QUESTIONS.format(path=tmp_path / "gone.jsonl"))
+    assert refused.code != 0 and not (refused.folder / "metrics.jsonl").exists()
+    assert f"error: data {tmp_path}/gone.jsonl: no such file" in refused.output
+    assert "exitcode  : 2" in refused.output
+
+
 @pytest.fixture(scope="module")
 def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Job:
     envs = """

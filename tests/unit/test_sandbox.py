@@ -1,6 +1,8 @@
 import asyncio
 import itertools
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,21 @@ def test_there_is_no_network():
 
 def test_a_signal_that_ends_it_is_told():
     assert run("import ctypes; ctypes.string_at(0)").exit_code == 128 + 11
+
+
+def test_without_namespaces_the_limits_still_hold():
+    code = """
+import asyncio
+from spmd_rl.sandbox import Sandbox
+a = asyncio.run(Sandbox().run("print(1)"))
+b = asyncio.run(Sandbox(timeout_s=1.0).run("while True: pass"))
+print(a.stdout.strip(), a.isolated, b.timed_out, b.isolated)
+"""
+    inner = f"echo 0 > /proc/sys/user/max_user_namespaces && exec {sys.executable} -c '{code}'"
+    done = subprocess.run(["unshare", "-Ur", "sh", "-c", inner], capture_output=True, text=True, check=False)
+    if "unshare failed" in done.stderr:
+        pytest.skip("this kernel grants no namespaces")
+    assert done.stdout == "1 False True False\n", done.stderr
 
 
 def test_settings_that_cannot_be_are_refused():
