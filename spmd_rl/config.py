@@ -216,7 +216,7 @@ class Eval:
     max_concurrent: int = 0
     """rollouts in flight at most while training runs; 0: max_concurrent / 8"""
     pin: bool = False
-    """hold weight updates while an evaluation runs beside training, so that one version makes it all"""
+    """hold weight updates while an evaluation runs, so that one version makes it all; it must end in stall_timeout_s"""
     solved_at: float = 1.0
     """least reward that counts as solved, for pass@k, avg@k and the difficulty of tasks"""
 

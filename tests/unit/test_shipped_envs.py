@@ -7,6 +7,7 @@ import pytest
 from spmd_rl import envs
 from spmd_rl.envs.calculator import Calculator, calculate
 from spmd_rl.envs.choice import Choice, chosen, right
+from spmd_rl.envs.code import Code
 from spmd_rl.envs.guess import Guess
 from spmd_rl.envs.python_tool import PythonTool
 from spmd_rl.envs.questions import Questions
@@ -201,6 +202,25 @@ def test_python_that_fails_or_hangs_is_told_so(tokenizer, tmp_path):
 def test_an_answer_without_code_leaves_that_part_out(tokenizer, tmp_path):
     env = PythonTool(tokenizer=tokenizer, path=rows(tmp_path, GSM8K))
     assert play(env, GSM8K, says(tokenizer, "1012")).reward_parts == {"answer": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("tests", "program"),
+    [
+        (["assert double(2) == 4", "assert double(1) == 3"], "def double(x):\n    return 2 * x"),
+        ([["2", "4"], ["1", "3"]], "print(2 * int(input()))"),
+    ],
+)
+def test_programs_are_rewarded_for_all_tests_or_a_part_of_them(tokenizer, tmp_path, tests, program):
+    path = rows(tmp_path, {"question": "Double it.", "tests": tests})
+    reply = f"Here:\n```python\n{program}\n```"
+    data = {"question": "x", "tests": tests}
+    assert play(Code(tokenizer=tokenizer, path=path), data, says(tokenizer, reply)).reward == 0
+    some = Code(tokenizer=tokenizer, path=path, partial=0.5)
+    assert play(some, data, says(tokenizer, reply)).reward == 0.25
+    assert play(some, {"question": "x", "tests": tests[:1]}, says(tokenizer, reply)).reward == 1.0
+    with pytest.raises(ValueError, match="a row without tests"):
+        play(some, {"question": "x", "tests": []}, says(tokenizer, reply))
 
 
 def test_reasoning_gym_makes_and_scores_its_tasks(tokenizer):
