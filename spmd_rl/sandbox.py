@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import shutil
 import signal
 import sys
@@ -121,12 +122,15 @@ def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int) -> None:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(text)
         (Path(folder) / "isolated").touch()
+        alive, held = os.pipe()  # hangs up when the launcher ends
         if child := os.fork():  # the child is process 1 of its namespace: with it everything in there ends
             _, status = os.waitpid(child, 0)
             os._exit(status >> 8 if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
+        os.close(held)
+        if select.select([alive], [], [], 0)[0]:
             os._exit(1)
+        os.close(alive)
     limits = {
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_AS: memory_bytes,
