@@ -515,9 +515,9 @@ def _get(config: Config, key: str) -> object:
 def warnings(config: Config) -> list[str]:
     """What is allowed and probably not meant, a line each."""
     lines = []
-    if config.staleness.max_staleness > 0 and config.trainer.loss == "ppo":
+    if config.age_bound.age != 0 and config.trainer.loss == "ppo":
         lines.append(
-            f"staleness.max_staleness = {config.staleness.max_staleness} with trainer.loss = 'ppo': the clip is the "
-            "only correction for old data; 'decoupled' or 'tis' weigh it by its age"
+            f"staleness.max_staleness = {config.staleness.max_staleness} ({config.age_bound}) with trainer.loss = "
+            "'ppo': the clip is the only correction for old data; 'decoupled' or 'tis' weigh it by its age"
         )
     return lines

@@ -168,7 +168,7 @@ async def run_orchestrator(
     live.progress("waiting for the first weights")
     status = await orchestrator.run()
     live.progress("ending")
-    summary = report.summary(status, orchestrator.ledger.state())
+    summary = report.summary(status, orchestrator.ledger.state(), orchestrator.path.mean_lengths())
     write_whole(run_dir.summary, json.dumps(summary, indent=1))
     to_all(tuple(rank for rank in world.engine_ranks if rank != world.rank), Kind.STOP)
     if own is not None:

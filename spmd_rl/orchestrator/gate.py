@@ -96,7 +96,7 @@ class Gate:
         most = (self.max_staleness + 1) * self.batch_size
         if self._bounded and self.admitted_since_update > most:
             raise RuntimeError(
-                f"{self.admitted_since_update} rollouts admitted at version {self._policy.version}, "
+                f"{self.admitted_since_update} rollouts admitted in the step of version {self._policy.version}, "
                 f"bound is (S + 1) * B = {most}: {self}"
             )
 
@@ -130,6 +130,7 @@ class Gate:
         """State of a resumed run: accepted = version·B + finished slots, running = slots of unfinished groups."""
         self.accepted, self.running = accepted, running
         self.consumed = self._policy.version * self.batch_size
+        self.admitted_since_update = running  # they start again: the first step admits (S + 1)·B with them
         self._check()
 
     def _version_changed(self) -> None:
@@ -189,6 +190,10 @@ class AdaptiveAdmission:
         self.most = float((max_staleness + 1) * batch_size)
         self.limit = min(4.0 * batch_size, self.most)  # slots accepted or running and not yet trained
         self._batch_size, self._aim = batch_size, target_idle / 2
+
+    def restore(self, limit: float) -> None:
+        """Of a resumed run, whose S and B may have changed."""
+        self.limit = min(max(limit, float(self._batch_size)), self.most)
 
     def observe(self, *, waited_s: float, busy_s: float) -> None:
         """The trainer waited for a batch and then worked on it."""

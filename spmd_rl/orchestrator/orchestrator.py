@@ -183,7 +183,7 @@ class Orchestrator:
         self.path.restore(saved_state.from_json(words["path"], rollouts))
         self._tasks.skip_to(words["cursor"])
         if self._adaptive is not None:
-            self._adaptive.limit = min(words.get("admission_limit", self._adaptive.limit), self._adaptive.most)
+            self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))
         self.ledger.close_tokens()
         self._admitted_until = {self._first_version: self.ledger.admitted}
 
@@ -365,16 +365,19 @@ class Orchestrator:
         values |= {
             "admission/per_step": self._admitted_until[version] - self._admitted_until.pop(version - 1),
             "admission/bound": (staleness.max_staleness + 1) * batch_size,
+            "age/max_staleness": staleness.max_staleness,
+            "age/bound": self._config.age_bound.age,
             "queue/out_depth": self.dispatcher.output_depth + self.sink.num_waiting // self._config.rollout.group_size,
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
             **self._report.engine_rates(),
         }
         if self._adaptive is not None:
+            values["admission/limit"] = self._adaptive.limit  # that admission went by in this step
             self._adaptive.observe(waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"])
         self._recorder.write("step", version, values)
         self._report.step(version, values)
-        self._later(self._count_engines())
+        self._later(self._audit_tokens())
 
     # ---- engines
 
@@ -424,6 +427,11 @@ class Orchestrator:
         totals = {name: sum(answer[name] for answer in answers) for name in answers[0]}
         self._report.engines_counted(totals)
         return totals
+
+    async def _audit_tokens(self) -> None:
+        """No token is accounted for that no engine has counted.  Waits for the engines' answers."""
+        accounted = self.ledger.accounted_tokens + self.evals.sampled_tokens
+        self.ledger.assert_generated(accounted, int((await self._count_engines())["tokens"]))
 
     async def _compare_probe(self, version: int) -> None:
         """Mismatch of engines and trainers on the same tokens at the same version.  Waits for their scores."""
@@ -510,7 +518,7 @@ class Orchestrator:
 
     def _emit_interval(self, values: dict[str, float]) -> None:
         self._recorder.write("interval", self.policy.version, values | self._report.engine_rates())
-        self._later(self._count_engines())
+        self._later(self._audit_tokens())
 
 
 def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
