@@ -100,7 +100,7 @@ class Episodes:
                 completion, wasted = await self._generate(np.asarray(token_ids, np.int32), sampling)
             except Cancelled as cancelled:
                 spent.append(cancelled.tokens)
-                raise
+                raise asyncio.CancelledError from None  # the plain one: an environment's asyncio.timeout knows no other
             spent.append(len(completion.token_ids) + wasted)
             return completion
 
