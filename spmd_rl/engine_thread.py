@@ -107,10 +107,10 @@ class EngineThread:
             return await asyncio.shield(request.future)
         except asyncio.CancelledError:
             self._commands.put(lambda: self._cancel(request_id))
-            while not request.future.done():
+            while not (request.future.done() or self._closed):
                 with suppress(asyncio.CancelledError):  # cancelled once more: it is raised below either way
                     await asyncio.wait([request.future])
-            if request.future.exception() is not None:  # it was never accepted
+            if not request.future.done() or request.future.exception() is not None:  # nobody is left, or not accepted
                 raise Cancelled(0) from None
             completion, wasted_tokens = request.future.result()
             raise Cancelled(len(completion.token_ids) + wasted_tokens) from None
@@ -157,6 +157,7 @@ class EngineThread:
                 self._step()
             self.engine.close()
         except BaseException as error:
+            self._closed = True
             self._failed(error)
 
     def _take_commands(self) -> None:
