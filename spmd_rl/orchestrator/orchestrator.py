@@ -321,6 +321,7 @@ class Orchestrator:
                 break
             values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages)
             values |= reward_metrics([*batch.rollouts, *self.path.take_given_up()])
+            values["admission/used"] = self.path.used_slots(index)
             values["time/parked_s"] = await self.hold.wait(index)
             self._values[index + 1] = values
             packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch)
@@ -374,7 +375,9 @@ class Orchestrator:
         }
         if self._adaptive is not None:
             values["admission/limit"] = self._adaptive.limit  # that admission went by in this step
-            self._adaptive.observe(waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"])
+            self._adaptive.observe(
+                waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"], used=values["admission/used"]
+            )
         self._recorder.write("step", version, values)
         self._report.step(version, values)
         self._later(self._audit_tokens())

@@ -85,6 +85,11 @@ class TrainPath:
         given_up, self._given_up = self._given_up, []
         return given_up
 
+    def used_slots(self, index: int) -> int:
+        """Slots in batch `index`, just formed, running, or waiting for one that runs: all but those that lie ready."""
+        gate = self._gate
+        return gate.accepted - index * gate.batch_size + gate.running - self._sink.num_ready
+
     def leave_over(self) -> None:
         """At the end: what is kept and in no batch will not be trained."""
         groups, _ = self._sink.snapshot()

@@ -204,6 +204,7 @@ class _Simulation:
             if batch is None:
                 return
             waited_s = self.loop.time() - start if batch.index else 0.0
+            used = self.path.used_slots(batch.index)
             self.ages.add(batch)
             if self.on_batch is not None:
                 self.on_batch(batch)
@@ -212,7 +213,7 @@ class _Simulation:
             self.waited_s += waited_s
             self.busy_s += self.trainer_seconds
             if self.adaptive is not None:
-                self.adaptive.observe(waited_s=waited_s, busy_s=self.trainer_seconds)
+                self.adaptive.observe(waited_s=waited_s, busy_s=self.trainer_seconds, used=used)
             self.policy.advance(self.policy.version + 1)
 
     def submit(self, work: GroupWork) -> None:
