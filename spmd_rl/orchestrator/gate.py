@@ -190,9 +190,9 @@ class AdaptiveAdmission:
         else                limit += 2·B · (idle share of this batch)
 
     clamped to [B, (S + 1)·B].  `used` is the most, over the last 12 batches, of the slots that did not just lie ready
-    (until there were 12, nothing falls); with one batch more to train meanwhile they are enough.  What lies ready beyond that only ages (Little's law: mean
-    age ≈ limit / B - 1), so half of it goes at once; from there the limit feels its way, a hundredth of a batch at a
-    time.  Aiming at half the target leaves room for what the search itself costs.
+    (nothing falls until there were 12); with one batch more to train meanwhile they are enough.  What lies ready beyond
+    that only ages (Little's law: mean age ≈ limit / B - 1), so half of it goes at once; from there the limit feels its
+    way, a hundredth of a batch at a time.  Aiming at half the target leaves room for what the search itself costs.
     """
 
     def __init__(self, *, max_staleness: int, batch_size: int, target_idle: float) -> None:
