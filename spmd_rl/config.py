@@ -482,6 +482,11 @@ def _check(config: Config) -> None:
             "staleness.adaptive needs staleness.gate = 'admission': the ship-side gate does not limit admission",
         ),
         (
+            staleness.gate == "ship" and staleness.queue_size + staleness.max_concurrent < rollout.batch_size,
+            f"staleness.queue_size + max_concurrent = {staleness.queue_size + staleness.max_concurrent} is below "
+            f"rollout.batch_size = {rollout.batch_size}: gate = 'ship' could never fill a batch",
+        ),
+        (
             not 0 < staleness.target_idle < 1,
             f"staleness.target_idle = {staleness.target_idle}: a share between 0 and 1",
         ),
@@ -505,6 +510,10 @@ def _check(config: Config) -> None:
     for wrong, message in problems:
         if wrong:
             raise ValueError(f"config: {message}")
+    try:
+        _ = config.age_bound
+    except ValueError as error:
+        raise ValueError(f"config: staleness: {error}") from None
 
 
 def _get(config: Config, key: str) -> object:
