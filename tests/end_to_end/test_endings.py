@@ -30,8 +30,8 @@ def test_every_rank_of_a_stopped_run_says_so(tmp_path):
 
 
 def test_a_second_signal_ends_at_once_and_hanging_episodes_cannot_hold_a_stop(tmp_path):
-    settings = ["run.steps=1000", "eval.every=-1", "run.shutdown_s=60", *failing("wait", each=40)]
-    with LiveJob(tmp_path, *settings) as job:
+    settings = ["run.steps=1000", "eval.every=-1", "run.shutdown_s=60", "staleness.order=completion"]
+    with LiveJob(tmp_path, *settings, *failing("wait", each=100)) as job:
         job.wait_for(r"step +1/")
         job.send(signal.SIGINT, rank=0)
         job.wait_for("stopping on SIGINT")
