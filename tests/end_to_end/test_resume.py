@@ -49,12 +49,14 @@ def kill_and_restart(run_dir, rank, *settings, ranks):
 
 
 def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path):
-    settings = ["run.steps=6", "checkpoint.every=3", "staleness.max_staleness=0", "inference.deterministic=true"]
+    settings = ["run.steps=6", "checkpoint.every=3", "eval.every=3"]
+    settings += ["staleness.max_staleness=0", "inference.deterministic=true"]
     with LiveJob(tmp_path / "whole", *settings) as job:
         assert job.wait() == 0, job.output
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_6")
     shutil.rmtree(tmp_path / "cut" / "model")
+    (tmp_path / "cut" / "evals" / "eval_3.json").unlink()
     with LiveJob(tmp_path / "cut", *settings) as job:
         assert job.wait() == 0, job.output
     assert_whole(tmp_path / "cut", num_steps=6, max_staleness=0)
@@ -62,6 +64,7 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path):
     for name in ("trainer/loss", "trainer/grad_norm", "reward"):
         whole, cut = ([record[name] for record in steps(tmp_path / folder)] for folder in ("whole", "cut"))
         assert cut == pytest.approx(whole, abs=1e-6), name
+    assert (tmp_path / "cut" / "evals" / "eval_3.json").exists()  # an evaluation that was cut off runs again
 
 
 @pytest.mark.full
