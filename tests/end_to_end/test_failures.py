@@ -65,7 +65,7 @@ def test_episodes_that_fail_now_and_then_are_tried_again_and_counted(tmp_path):
 @pytest.mark.full
 def test_rewards_that_teach_nothing_end_the_run_with_their_numbers(tmp_path):
     settings = ["eval.every=-1", "trainer.filter_zero_spread=true", "trainer.max_empty_batches=2"]
-    with LiveJob(tmp_path, *settings, 'env.fraction.args={wanted="#"}') as job:
+    with LiveJob(tmp_path, *settings, 'env.fraction.args={wanted="ß"}') as job:
         job.wait_for("run failed")
         assert_failed(job, tmp_path, 0, "inference", "2 empty batches in a row")
         assert "16 zero_spread; reward mean 0, spread 0" in job.output
