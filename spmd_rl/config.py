@@ -529,4 +529,8 @@ def warnings(config: Config) -> list[str]:
             f"staleness.max_staleness = {config.staleness.max_staleness} ({config.age_bound}) with trainer.loss = "
             "'ppo': the clip is the only correction for old data; 'decoupled' or 'tis' weigh it by its age"
         )
+    if config.run.shutdown_s > 25:
+        lines.append(
+            f"run.shutdown_s = {config.run.shutdown_s:g}: torchrun kills every rank 30 s after it passed a signal on"
+        )
     return lines

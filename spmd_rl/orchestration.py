@@ -150,6 +150,8 @@ async def run_orchestrator(
                 orchestrator.counted(rank, words["number"], words["stats"])
             case Kind.PROBED:
                 orchestrator.scored(rank, words["version"], message.arrays["logprobs"])
+            case Kind.ASKED:
+                signals.ask(words["signal"])
             case Kind.STOP:
                 ended.put_nowait(rank)
 

@@ -160,6 +160,7 @@ class Orchestrator:
         self._failures = FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
         self._load = dict.fromkeys(links.engines, 0)  # rollouts in flight by engine
         self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
+        self._left: dict[tuple[str, int], int] = {}  # their members that have not ended
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
         self._admitted_until = {version: 0}  # rollouts admitted before a version was live
@@ -194,7 +195,11 @@ class Orchestrator:
     # ---- answers of other ranks
 
     def rollout_ended(self, rollout: Rollout) -> None:
-        self._load[self._engine_of[rollout.purpose, rollout.group_id]] -= 1
+        key = (rollout.purpose, rollout.group_id)
+        self._load[self._engine_of[key]] -= 1
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._left[key], self._engine_of[key]
         self._failures.add(rollout)
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
@@ -389,6 +394,7 @@ class Orchestrator:
         engine = min(self._load, key=self._load.__getitem__)
         self._load[engine] += work.size
         self._engine_of[work.purpose, work.group_id] = engine
+        self._left[work.purpose, work.group_id] = work.size
         self._links.work(engine, work)
 
     def _cancel(self, work: GroupWork) -> None:
