@@ -20,6 +20,7 @@ from spmd_rl.engine_thread import EngineThread
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
 from spmd_rl.model import build, engine_dtype
+from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
@@ -145,7 +146,7 @@ def make_episodes(
     )
 
 
-async def run_inference(world: World, config: Config, live: Liveness) -> None:
+async def run_inference(world: World, config: Config, live: Liveness, signals: StopSignals) -> None:
     """An inference rank other than 0, until rank 0 says stop."""
     loop = asyncio.get_running_loop()
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost, depth=1 << 16)
@@ -156,6 +157,7 @@ async def run_inference(world: World, config: Config, live: Liveness) -> None:
         deliver=lambda message: loop.call_soon_threadsafe(rank.handle, message),
         failed=live.lost,
     )
+    signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
     live.progress("waiting for work")
     await rank.stopped.wait()
     live.progress("ending")
