@@ -74,7 +74,7 @@ def test_the_trained_model_loads_in_transformers_and_says_what_the_engine_said(a
 def test_every_metric_is_documented(asynchronous: Job) -> None:
     documented = set(re.findall(r"`([a-z_@/0-9]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     for kind in ("step", "interval", "probe"):
-        names = {re.sub(r"^(reward|eval)/[a-z]+/.*", r"\1/ENV/", name) for name in asynchronous.metrics(kind)[-1]}
+        names = {re.sub(r"^(reward|eval|failures)/.*", r"\1/ENV/", name) for name in asynchronous.metrics(kind)[-1]}
         missing = {name for name in names if not name.endswith("/ENV/")} - documented
         assert not missing, f"docs/metrics.md does not tell {sorted(missing)} of kind {kind}"
 
