@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from spmd_rl.losses import LOSSES
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spmd_rl.losses import LOSSES
 from spmd_rl.model import build
 from spmd_rl.packing import Packed, pack
 from spmd_rl.trainer.trainer import Trainer

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.folders import written_aside
@@ -21,14 +22,16 @@ from spmd_rl.trainer.ranks import TrainerRanks
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}
 
 
-def export(model: nn.Module, ranks: TrainerRanks, *, folder: Path, source: Path, dtype: torch.dtype | None) -> None:
+def export(
+    parameters: Mapping[str, Tensor], ranks: TrainerRanks, *, folder: Path, source: Path, dtype: torch.dtype | None
+) -> None:
     """Write `folder`, complete or not at all; returns on every rank when it is there.
 
     All files of `source` but its weights come along: configs, tokenizer, chat template.  dtype None keeps the precision
     that is trained in.  Tied parameters are written once.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         whole = parameter.detach()
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         if ranks.index == 0:

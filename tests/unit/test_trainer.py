@@ -1,5 +1,5 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -9,9 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl import tiny_model
-from spmd_rl.losses import LOSSES, LossSums, Rows
 from spmd_rl.model import build, token_logprobs
+from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.objective.corrections import Correction
+from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
 from spmd_rl.packing import Packed, pack
+from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import square_sum, warmed_up
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.trainer.trainer import Trainer
@@ -27,10 +30,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+MODELS = ("reference", "critic", "shared_critic", "activation_checkpointing", "lora")
+TOKEN_MEAN = partial(AGGREGATIONS["token_mean"], longest=100)
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return build(folder, device=CPU, dtype=torch.float32, weights=True)
+
+
 def trainer(folder: Path, **settings: object) -> Trainer:
-    model = build(folder, device=CPU, dtype=torch.float32, weights=True)
-    defaults = {"loss": LOSSES["decoupled"](), "learning_rate": 1e-3, "grad_clip": 1e9}
-    return Trainer(model=model, mesh=None, group=None, device=CPU, **(defaults | settings))
+    models = Models(policy=load(folder), mesh=None, device=CPU, **{k: v for k, v in settings.items() if k in MODELS})
+    defaults = {
+        "objective": Objective(loss=LOSSES["decoupled"]),
+        "aggregation": TOKEN_MEAN,
+        "learning_rate": 1e-3,
+        "grad_clip": 1e9,
+    }
+    rest = {k: v for k, v in settings.items() if k not in MODELS}
+    return Trainer(models=models, group=None, **(defaults | rest))
 
 
 def rollout(ticket: int, num_prompt: int, num_sampled: int, version: int = 0) -> Rollout:
@@ -57,19 +74,31 @@ def on_policy(policy: Trainer, batch: Packed) -> Packed:
 
 
 def weights(policy: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.named_parameters().items()}
+    return {name: tensor.clone() for name, tensor in policy.models.named_parameters().items()}
 
 
-def constant_loss(rows: Rows, values: dict[float, float]) -> LossSums:
+def made_up(losses: Callable[[Rows], torch.Tensor]) -> Objective:
+    """An objective whose tokens have these losses."""
+
+    def loss(rows: Rows, limits: Limits) -> TokenLosses:
+        like = LOSSES["reinforce"](rows, limits)
+        return TokenLosses(
+            losses=losses(rows), ratio=like.ratio, clipped=like.clipped, anchor=like.anchor, judged=like.judged
+        )
+
+    return Objective(loss=loss, correction=Correction(kind="none"))
+
+
+def constant_loss(values: dict[float, float]) -> Objective:
     """A token with advantage a has the loss values[a], with gradient."""
-    each = torch.tensor([values[round(a, 3)] for a in rows.advantages.tolist()])
-    result = LOSSES["tis"]()(rows)
-    return LossSums(total=(each + 0 * rows.current).sum(), sums=result.sums, maxima=result.maxima)
+    return made_up(
+        lambda rows: torch.tensor([values[round(a, 3)] for a in rows.advantages.tolist()]) + 0 * rows.current
+    )
 
 
 def test_loss_is_divided_by_the_tokens_of_all_micro_batches(folder: Path) -> None:
     batch = shares((3, 100), *[(3, 90)] * 10, advantages=[0.5, *[1.0] * 10])
-    policy = trainer(folder, loss=partial(constant_loss, values={0.5: 2.0, 1.0: 0.5}), micro_batch_tokens=128)
+    policy = trainer(folder, objective=constant_loss({0.5: 2.0, 1.0: 0.5}), micro_batch_tokens=128)
     metrics = policy.step(batch, 0)
     assert metrics["num_microbatches"] == 11
     assert metrics["tokens"] == 1000
@@ -79,7 +108,7 @@ def test_loss_is_divided_by_the_tokens_of_all_micro_batches(folder: Path) -> Non
 def test_masked_out_tokens_are_not_in_the_denominator(folder: Path) -> None:
     batch = shares((2, 20), (2, 10), advantages=[1.0, 1.0])
     batch.loss_mask[-5:] = False
-    policy = trainer(folder, loss=partial(constant_loss, values={1.0: 1.0}))
+    policy = trainer(folder, objective=constant_loss({1.0: 1.0}))
     metrics = policy.step(batch, 0)
     assert (metrics["tokens"], metrics["loss"]) == (25, 1.0)
 
@@ -102,7 +131,9 @@ def test_micro_batches_change_neither_gradient_norm_nor_weights(folder: Path, mi
 
 def test_gradient_is_that_of_transformers_and_plain_torch(folder: Path) -> None:
     batch = shares((5, 4), (3, 6), advantages=[1.0, -0.5])
-    policy = trainer(folder, loss=LOSSES["tis"](importance_cap=1e9), temperature=0.7)
+    policy = trainer(
+        folder, objective=Objective(loss=LOSSES["reinforce"], correction=Correction(high=1e9)), temperature=0.7
+    )
     plain = AutoModelForCausalLM.from_pretrained(folder)
     total = 0.0
     for i, (a, b) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)):
@@ -136,12 +167,12 @@ def test_on_policy_importance_and_ratio_are_one_for_every_token_the_first_includ
 def test_first_minibatch_has_ratio_exactly_one_and_later_ones_move(folder: Path) -> None:
     seen: list[float] = []
 
-    def watching(rows: Rows) -> LossSums:
+    def watching(rows: Rows, limits: Limits) -> TokenLosses:
         seen.append(float((rows.current.detach() - rows.proximal).abs().max()))
-        return LOSSES["decoupled"]()(rows)
+        return LOSSES["decoupled"](rows, limits)
 
     batch = shares((5, 20), (2, 5), (9, 14), (3, 30), advantages=[1, -1, 0.5, -0.2])
-    policy = trainer(folder, loss=watching, num_minibatches=2, num_epochs=2, micro_batch_tokens=32)
+    policy = trainer(folder, objective=Objective(loss=watching), num_minibatches=2, num_epochs=2, micro_batch_tokens=32)
     metrics = policy.step(batch, 0)
     assert metrics["optimizer_steps"] == policy.num_steps == 4
     assert metrics["tokens"] == 2 * 69
@@ -193,8 +224,8 @@ def test_a_batch_without_loss_tokens_takes_no_step(folder: Path, lengths: tuple[
     policy = trainer(folder)
     before = weights(policy)
     metrics = policy.step(shares(*lengths), 0)
-    assert (metrics["empty_step"], metrics["optimizer_steps"], metrics["loss"], policy.num_steps) == (1, 0, 0, 0)
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+    assert (metrics["empty_steps"], metrics["optimizer_steps"], metrics["loss"], policy.num_steps) == (1, 0, 0, 0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.models.named_parameters().items())
 
 
 def test_non_finite_loss_stops_before_the_optimizer_and_names_the_tickets(folder: Path) -> None:
@@ -204,18 +235,17 @@ def test_non_finite_loss_stops_before_the_optimizer_and_names_the_tickets(folder
     batch.behavior_logprobs[30] = math.nan
     with pytest.raises(RuntimeError, match=r"non-finite loss while training version 5: .* tickets \[1\]"):
         policy.step(batch, 5)
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.models.named_parameters().items())
     assert policy.num_steps == 0
 
 
 def test_non_finite_gradient_of_a_finite_loss_names_the_tickets(folder: Path) -> None:
-    def infinite_slope(rows: Rows) -> LossSums:
+    def infinite_slope(rows: Rows) -> torch.Tensor:
         """Where the advantage is 2: the square root of 0, which is finite and has no slope."""
-        result = LOSSES["tis"]()(rows)
         apart = (rows.current - rows.current.detach()).abs() if rows.advantages[0] == 2 else rows.current.exp()
-        return LossSums(total=apart.sqrt().sum(), sums=result.sums, maxima=result.maxima)
+        return apart.sqrt()
 
-    policy = trainer(folder, loss=infinite_slope, micro_batch_tokens=32)
+    policy = trainer(folder, objective=made_up(infinite_slope), micro_batch_tokens=32)
     with pytest.raises(RuntimeError, match=r"gradient norm nan .* tickets \[1\]"):
         policy.step(shares((2, 20), (2, 20), (2, 20), advantages=[1, 2, 1]), 0)
 
@@ -242,16 +272,14 @@ def test_norm_reported_is_before_clipping_and_clipping_scales_all(folder: Path) 
 def test_gradient_norm_is_summed_in_float64() -> None:
     ranks = TrainerRanks(group=None, device=CPU)
     gradients = [torch.full((3,), 1e30), torch.full((1,), 2e30), torch.empty(0)]  # squares beyond float32
-    squares, loss = square_sum(gradients, ranks, 1, torch.tensor(2.5))
-    assert squares.sqrt().item() == pytest.approx(7**0.5 * 1e30, rel=1e-6)
-    assert loss == 2.5
+    assert square_sum(gradients, ranks).sqrt().item() == pytest.approx(7**0.5 * 1e30, rel=1e-6)
 
 
 def test_learning_rate_zero_changes_nothing(folder: Path) -> None:
     policy = trainer(folder, learning_rate=0.0)
     before = weights(policy)
     policy.step(shares((2, 20), (3, 8)), 0)
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.models.named_parameters().items())
 
 
 def test_step_makes_good_tokens_likelier_and_bad_ones_rarer(folder: Path) -> None:
@@ -293,7 +321,7 @@ def test_exported_folder_is_what_transformers_loads(folder: Path, tmp_path: Path
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, tensor in loaded.named_parameters():
         assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, policy.named_parameters()[name]), name
+        assert torch.equal(tensor, policy.models.named_parameters()[name]), name
     ids = np.arange(3, 40, dtype=np.int32)
     reread = trainer(tmp_path / "model")
     assert (reread.score(ids) == policy.score(ids)).all()
@@ -307,7 +335,7 @@ def test_state_of_step_zero_is_one_of_step_zero(folder: Path) -> None:
     restored.load_state_dict(trainer(folder).state_dict())
     fresh.step(batch, 0)
     restored.step(batch, 0)
-    assert all(torch.equal(weights(fresh)[n], t) for n, t in restored.named_parameters().items())
+    assert all(torch.equal(weights(fresh)[n], t) for n, t in restored.models.named_parameters().items())
 
 
 def test_temperature_must_be_positive(folder: Path) -> None:
@@ -331,4 +359,4 @@ def test_ratio_is_one_when_trained_at_the_temperature_of_sampling() -> None:
         trained, _ = token_logprobs(logits.expand(4, 4).contiguous(), torch.eye(4), every, temperature)
         assert (trained - sampled).exp().tolist() == pytest.approx(ratios, abs=0.01)
     rows = Rows(current=sampled, proximal=sampled, behavior=sampled, advantages=torch.ones(4), sequence=every * 0)
-    assert LOSSES["ppo"]()(rows).maxima["ratio_max"] == 1
+    assert LOSSES["ppo"](rows, Limits()).ratio.max() == 1
