@@ -17,16 +17,19 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from spmd_rl.losses import LOSSES
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spmd_rl.model import build
+from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.objective.losses import LOSSES
 from spmd_rl.packing import Packed, pack
+from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.types import Rollout
 
@@ -72,7 +75,13 @@ def batch(lengths: list[int]) -> Packed:
 
 def ours(folder: Path, lengths: list[int]) -> Callable[[], object]:
     model = build(folder, device=CPU, dtype=torch.float32, weights=True)
-    trainer = Trainer(model=model, mesh=None, group=None, device=CPU, loss=LOSSES["decoupled"](), learning_rate=0.0)
+    trainer = Trainer(
+        models=Models(policy=model, mesh=None, device=CPU),
+        group=None,
+        objective=Objective(loss=LOSSES["decoupled"]),
+        aggregation=partial(AGGREGATIONS["token_mean"], longest=1),
+        learning_rate=0.0,
+    )
     share = batch(lengths)
     return lambda: trainer.step(share, 0)
 

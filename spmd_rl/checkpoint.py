@@ -131,7 +131,12 @@ def complete(checkpoints: Path, version: int) -> Path:
 
 def newest(checkpoints: Path) -> tuple[int, Path] | None:
     """Version and folder of the newest complete checkpoint."""
-    return max(((v, folder) for v, folder in _folders(checkpoints) if (folder / MARKER).exists()), default=None)
+    return max(all_complete(checkpoints), default=None)
+
+
+def all_complete(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Version and folder of every complete checkpoint."""
+    return [(v, folder) for v, folder in _folders(checkpoints) if (folder / MARKER).exists()]
 
 
 def tidy(checkpoints: Path) -> None:

@@ -170,6 +170,11 @@ def load_config(folder: str | Path) -> PretrainedConfig:
     return config
 
 
+def hidden_size(folder: str | Path) -> int:
+    """Width of the model in a folder."""
+    return load_config(folder).get_text_config().hidden_size
+
+
 def engine_dtype(name: str, device: torch.device) -> torch.dtype:
     """What engines compute in, and so what travels to them; "auto" is bfloat16 on GPUs and float32 on the CPU."""
     if name == "auto":

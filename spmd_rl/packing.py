@@ -159,6 +159,16 @@ def by_segment(packed: Packed) -> Packed:
     return dataclasses.replace(packed, cu_seqlens=cu_seqlens, words=words, **per_rollout)
 
 
+def shares(packed: Packed, num: int, *, width: int) -> list[Packed]:
+    """Rollouts in `num` parts of about equal cost to train; `width` is the model's.
+
+    A token costs a constant and attention to those before it: as much again at 12 · width tokens.
+    """
+    lengths = np.diff(packed.cu_seqlens)
+    costs = lengths * (1 + lengths / (12 * width))
+    return [select(packed, part) for part in split_evenly(costs.tolist(), num)]
+
+
 def select(packed: Packed, indices: Sequence[int]) -> Packed:
     """Some of the rollouts, in the order given."""
     spans = [slice(packed.cu_seqlens[i], packed.cu_seqlens[i + 1]) for i in indices]

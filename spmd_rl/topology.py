@@ -74,6 +74,11 @@ class Topology:
         return tuple(self.trainer_ranks[row * shards : (row + 1) * shards] for row in range(self.dp_replicate))
 
     @property
+    def num_shares(self) -> int:
+        """Parts that a batch is split into among the trainer ranks."""
+        return self.num_trainers
+
+    @property
     def sender_ranks(self) -> tuple[int, ...]:
         """Trainer ranks that together hold one copy of the weights: dp_replicate index 0."""
         return self.mesh[0]

@@ -79,7 +79,13 @@ class TrainerRank:
         self._live.progress(f"training batch {index}")
         start = time.monotonic()
         share = packing.by_segment(packing.from_arrays(message.arrays, message.words["words"]))
-        metrics = {f"trainer/{name}": value for name, value in self._trainer.step(share, index).items()}
+        try:
+            stepped = self._trainer.step(share, index)
+        except RuntimeError as error:
+            error.add_note(f"the batch is {self._run_dir.batches / f'step_{index}.safetensors'}")
+            error.add_note(f"python -m spmd_rl replay {self._run_dir.path} --step {index}")
+            raise
+        metrics = {f"trainer/{name}": value for name, value in stepped.items()}
         self.version += 1
         metrics["trainer/hold_s"] = self.publish()
         metrics["trainer/step_s"] = time.monotonic() - start

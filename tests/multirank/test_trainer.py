@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM
 from spmd_rl import tiny_model
 from spmd_rl.model import build
 from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES
 from spmd_rl.packing import Packed, pack
+from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.types import Rollout
@@ -88,6 +90,8 @@ def whole(trainer: Trainer) -> dict[str, np.ndarray]:
 
 VARYING = {"num_microbatches", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes", "padding_share"}
 UNEQUAL = [slice(0, 2), slice(2, 12)]  # 100 tokens and 900
+HELD = Objective(loss=LOSSES["decoupled"], kl_coefficient=0.1, entropy_coefficient=0.01)
+REJECTING = Objective(loss=LOSSES["gspo"], correction=Correction(reject="off_policy_negative", reject_above=0.15))
 CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
     "one rank": (1, 1, [slice(0, 12)], {}),
     "100 and 900 tokens": (2, 1, UNEQUAL, {}),
@@ -95,6 +99,13 @@ CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
     "two replicas": (2, 2, UNEQUAL, {}),
     "one micro-batch": (2, 1, UNEQUAL, {"micro_batch_tokens": 100_000}),
     "resharded after forward": (2, 1, UNEQUAL, {"reshard_after_forward": True}),
+    "reference": (2, 1, UNEQUAL, {"reference": "model", "objective": HELD, "num_minibatches": 1, "num_epochs": 2}),
+    "own critic": (2, 1, UNEQUAL, {"critic": "model", "credit": Credit()}),
+    "shared critic": (2, 1, UNEQUAL, {"shared_critic": True, "credit": Credit()}),
+    "sequence mean": (2, 1, UNEQUAL, {"aggregation": partial(AGGREGATIONS["sequence_mean"], longest=100)}),
+    "rejection": (2, 1, UNEQUAL, {"objective": REJECTING}),
+    "four ranks": (4, 1, [slice(0, 2), slice(2, 7), slice(7, 12), slice(0, 0)], {}),
+    "four ranks, two replicas": (4, 2, [slice(0, 2), slice(2, 7), slice(7, 12), slice(0, 0)], {}),
     "activation checkpointing": (2, 1, UNEQUAL, {"activation_checkpointing": True}),
 }
 
@@ -147,14 +158,19 @@ def exported(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def ran(folder: Path, exported: Path) -> dict[int, list[dict[str, Any]]]:
     """By number of ranks, what each rank found."""
-    return {num: run_ranks(run_all, num, folder, exported, timeout_s=120) for num in (1, 2)}
+    return {num: run_ranks(run_all, num, folder, exported, timeout_s=120) for num in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
-    reference = alone(folder, micro_batch_tokens=100_000)
+    settings = {
+        k: v for k, v in CASES[case][3].items() if k not in ("reshard_after_forward", "activation_checkpointing")
+    }
+    reference = alone(folder, **(settings | {"micro_batch_tokens": 100_000}))
     expected, tensors = [reference.step(batch(n), n) for n in range(2)], whole(reference)
     found = [rank[case] for rank in ran[CASES[case][0]]]
+    if case == "rejection":
+        assert all(0 < metrics["rejected_share"] < 1 for metrics in expected)
     for steps, after in found:
         assert steps == found[0][0]
         for mine, theirs in zip(steps, expected, strict=True):

@@ -35,8 +35,8 @@ def cut(batch: Share, *, num_minibatches: int, micro_batch_tokens: int, **settin
     )
 
 
-def only(batch: Share, tokens: int = 100):
-    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=tokens)
+def only(batch: Share, **settings: object):
+    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=100, **settings)
     (micro,) = minibatch.micro_batches
     return micro
 
@@ -97,9 +97,7 @@ def test_rollouts_that_are_not_usable_are_not_there() -> None:
 def test_scale_and_share_of_each_aggregation(name: str, scale: list[float], shares: float) -> None:
     batch = share(([1, 2, 3], [0, 1, 1], 1.0), ([4, 5], [0, 1], 1.0))
     aggregation = partial(AGGREGATIONS[name], longest=10)
-    ((micro,),) = (
-        m.micro_batches for m in cut(batch, num_minibatches=1, micro_batch_tokens=9, aggregation=aggregation)
-    )
+    micro = only(batch, aggregation=aggregation)
     assert micro.scale == pytest.approx(scale)
     assert micro.share.sum() == shares
 

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl import tiny_model
-from spmd_rl.model import build, token_logprobs
+from spmd_rl.model import build, hidden_states, token_logprobs
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
-from spmd_rl.packing import Packed, pack
+from spmd_rl.packing import Packed, pack, select
+from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import square_sum, warmed_up
 from spmd_rl.trainer.ranks import TrainerRanks
@@ -82,9 +84,7 @@ def made_up(losses: Callable[[Rows], torch.Tensor]) -> Objective:
 
     def loss(rows: Rows, limits: Limits) -> TokenLosses:
         like = LOSSES["reinforce"](rows, limits)
-        return TokenLosses(
-            losses=losses(rows), ratio=like.ratio, clipped=like.clipped, anchor=like.anchor, judged=like.judged
-        )
+        return dataclasses.replace(like, losses=losses(rows))
 
     return Objective(loss=loss, correction=Correction(kind="none"))
 
@@ -131,9 +131,8 @@ def test_micro_batches_change_neither_gradient_norm_nor_weights(folder: Path, mi
 
 def test_gradient_is_that_of_transformers_and_plain_torch(folder: Path) -> None:
     batch = shares((5, 4), (3, 6), advantages=[1.0, -0.5])
-    policy = trainer(
-        folder, objective=Objective(loss=LOSSES["reinforce"], correction=Correction(high=1e9)), temperature=0.7
-    )
+    objective = Objective(loss=LOSSES["reinforce"], correction=Correction(high=1e9))
+    policy = trainer(folder, objective=objective, temperature=0.7)
     plain = AutoModelForCausalLM.from_pretrained(folder)
     total = 0.0
     for i, (a, b) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)):
@@ -360,3 +359,151 @@ def test_ratio_is_one_when_trained_at_the_temperature_of_sampling() -> None:
         assert (trained - sampled).exp().tolist() == pytest.approx(ratios, abs=0.01)
     rows = Rows(current=sampled, proximal=sampled, behavior=sampled, advantages=torch.ones(4), sequence=every * 0)
     assert LOSSES["ppo"](rows, Limits()).ratio.max() == 1
+
+
+def test_rejected_everything_takes_no_step_and_counts_as_empty(folder: Path) -> None:
+    policy = trainer(
+        folder,
+        objective=Objective(loss=LOSSES["reinforce"], correction=Correction(reject="off_policy", reject_above=0.1)),
+    )
+    before = weights(policy)
+    batch = on_policy(policy, shares((2, 5), (2, 7)))
+    batch.behavior_logprobs[batch.loss_mask] += 1.0
+    metrics = policy.step(batch, 0)
+    assert (metrics["loss"], metrics["optimizer_steps"], metrics["empty_steps"], metrics["rejected_share"]) == (
+        0,
+        0,
+        1,
+        1,
+    )
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.models.named_parameters().items())
+
+
+def test_rejected_sequences_leave_the_denominator(folder: Path) -> None:
+    objective = Objective(loss=LOSSES["reinforce"], correction=Correction(reject="off_policy", reject_above=0.1))
+    policy = trainer(folder, objective=objective)
+    batch = on_policy(policy, shares((5, 20), (2, 10), advantages=[1, 1]))
+    batch.behavior_logprobs[25:][batch.loss_mask[25:]] += 1.0
+    alone = trainer(folder, objective=objective).step(select(batch, [0]), 0)
+    both = policy.step(batch, 0)
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert both["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-6)
+    assert both["rejected_share"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_micro_batches_change_no_aggregation(folder: Path, name: str) -> None:
+    batch = shares((5, 20), (2, 1), (9, 14), (1, 30), (4, 7), advantages=[1, -1, 0.5, 0, 2])
+    aggregation = partial(AGGREGATIONS[name], longest=64)
+    whole = trainer(folder, aggregation=aggregation).step(batch, 0)
+    cut = trainer(folder, aggregation=aggregation, micro_batch_tokens=32).step(batch, 0)
+    assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-6)
+    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert whole["padding_share"] == 0
+
+
+def test_reference_is_the_model_as_it_was_at_the_same_temperature(folder: Path) -> None:
+    objective = Objective(loss=LOSSES["decoupled"], kl="k2", kl_coefficient=0.5)
+    policy = trainer(folder, objective=objective, reference=load(folder), temperature=0.7)
+    batch = shares((5, 20), (2, 9), advantages=[1, 0])
+    first = policy.step(batch, 0)
+    assert first["kl_reference"] == 0
+    assert first["computed_tokens"] == 29  # the sequence without an advantage is held to the reference, too
+    second = policy.step(batch, 1)
+    moved = [
+        token_logprobs(
+            hidden_states(model, ids[:-1], [0, 24]), model.get_output_embeddings().weight, ids[1:], temperature=0.7
+        )[0][4:].detach()
+        for ids in [torch.from_numpy(batch.token_ids[:25]).long()]
+        for model in (policy.model, load(folder))
+    ]
+    assert second["kl_reference"] > 0
+    third = policy.step(select(batch, [0]), 2)
+    assert third["kl_reference"] == pytest.approx(((moved[0] - moved[1]).square() / 2).mean().item(), rel=1e-3)
+
+
+def test_entropy_bonus_raises_the_entropy(folder: Path) -> None:
+    batch = shares((5, 20), advantages=[0.0])
+    plain = trainer(folder, objective=Objective(loss=LOSSES["decoupled"]))
+    bonus = trainer(folder, objective=Objective(loss=LOSSES["decoupled"], entropy_coefficient=1.0))
+    assert plain.step(batch, 0)["grad_norm"] == 0
+    before, after = bonus.step(batch, 0), bonus.step(batch, 1)
+    assert before["loss"] == pytest.approx(-before["entropy"], rel=1e-6)
+    assert after["entropy"] > before["entropy"]
+
+
+def test_interpolated_proximal_needs_no_forward_and_starts_at_ratio_one(folder: Path) -> None:
+    seen: list[float] = []
+
+    def watching(rows: Rows, limits: Limits) -> TokenLosses:
+        seen.append(float((rows.current.detach() - rows.proximal).abs().max()))
+        return LOSSES["decoupled"](rows, limits)
+
+    batch = shares((5, 20), (2, 5), (9, 14), (3, 30), version=4)
+    policy = trainer(
+        folder, objective=Objective(loss=watching), num_minibatches=2, interpolate_proximal=True, learning_rate=1e-2
+    )
+    calls = []
+    policy.models.policy.register_forward_hook(lambda *_: calls.append(1))
+    policy.step(on_policy(policy, batch), 5)
+    assert seen[0] == 0.0
+    assert seen[1] > 0
+    assert len(calls) == 4 + 2  # the scores of on_policy, then one forward for each minibatch
+
+
+@pytest.mark.parametrize("body", ["shared", "own"])
+def test_critic_learns_the_reward_and_its_policy_follows_the_better_half(folder: Path, body: str) -> None:
+    kind = {"shared_critic": True} if body == "shared" else {"critic": load(folder)}
+    policy = trainer(
+        folder, **kind, credit=Credit(clip=10.0), critic_learning_rate=1e-2, learning_rate=1e-4, micro_batch_tokens=32
+    )
+    batch = on_policy(policy, shares((4, 20), (4, 20), advantages=[1, -1]))
+    before = [policy.score(ids)[4:].sum() for ids in np.split(batch.token_ids, 2)]
+    metrics = [policy.step(batch, n) for n in range(12)]
+    after = [policy.score(ids)[4:].sum() for ids in np.split(batch.token_ids, 2)]
+    assert metrics[0]["value_mean"] == 0
+    squares = sum(0.95 ** (2 * k) for k in range(20)) / 20  # |return| = 0.95^k, k tokens before the end
+    assert metrics[0]["value_loss"] == pytest.approx(0.5 * squares / 2, rel=1e-5)
+    assert metrics[-1]["value_loss"] < metrics[0]["value_loss"] / 2
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+    assert not any("value" in name for name in policy.models.named_parameters())
+    assert set(policy.state_dict()) == {
+        "model",
+        "optimizer",
+        "num_steps",
+        "value_head" if body == "shared" else "critic",
+    }
+
+
+def test_a_critic_needs_to_be_told_how_to_credit(folder: Path) -> None:
+    with pytest.raises(ValueError, match="credit"):
+        trainer(folder, shared_critic=True)
+
+
+def test_non_finite_weights_stop_before_the_optimizer(folder: Path) -> None:
+    policy = trainer(folder)
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[0, 0] = math.inf  # of a token that no rollout has
+    with pytest.raises(RuntimeError, match="non-finite weights in version 3"):
+        policy.step(shares((2, 20)), 3)
+
+
+def test_step_reports_its_use_of_the_machine(folder: Path) -> None:
+    metrics = trainer(folder).step(shares((5, 20), (2, 30)), 0)
+    assert 0 < metrics["mfu"] < 1
+    assert metrics["peak_memory_bytes"] > 1e8
+    assert metrics["padding_share"] == 0
+
+
+def test_percentiles_are_of_all_tokens(folder: Path) -> None:
+    policy = trainer(folder, micro_batch_tokens=32)
+    batch = on_policy(policy, shares((2, 25), (2, 25), (2, 25), (2, 25)))
+    for i, loss_tokens in enumerate(np.split(np.flatnonzero(batch.loss_mask), 4)):
+        batch.behavior_logprobs[loss_tokens] -= math.log([4.0, 0.5, 1.0, 1.0][i])
+    batch.behavior_logprobs[np.flatnonzero(batch.loss_mask)[0]] -= math.log(2.0)
+    metrics = policy.step(batch, 0)
+    assert metrics["importance_p1"] == pytest.approx(0.5, rel=0.02)
+    assert metrics["importance_p50"] == pytest.approx(1.0, rel=0.02)
+    assert metrics["importance_p99"] == pytest.approx(4.0, rel=0.02)
+    assert metrics["importance_max"] == pytest.approx(8.0, rel=1e-3)
