@@ -15,6 +15,7 @@ import io
 import json
 import pickle
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,8 +50,10 @@ def save_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessG
 
 
 def load_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """All trainer ranks together: fill `state` in place, on any number of ranks."""
-    dcp.load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
+    """All trainer ranks together, or one process without a group: fill `state` in place, on any number of ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        dcp.load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
 
 
 class _Reader(dcp.FileSystemReader):

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from spmd_rl.trainer.lora import Lora, add_lora, lora_layers, merged
+from spmd_rl.trainer.optimizer import local, whole
 from spmd_rl.trainer.sharding import LogProbs, Values, recompute_layers, reshard, shard, value_head
+from spmd_rl.trainer.tensor_parallel import parallelize
 
 
 class Models:
@@ -26,7 +32,9 @@ class Models:
         reference: nn.Module | None = None,
         critic: nn.Module | None = None,  # a body of its own for the values
         shared_critic: bool = False,  # values from the policy's body
-        mesh: DeviceMesh | None,  # axes ("dp_replicate", "dp_shard"); None: not sharded, one process
+        lora: Lora | None = None,  # train additions to the policy, not the policy
+        mesh: DeviceMesh | None,  # axes ("dp_replicate", "dp_shard"[, "tp"]); None: not sharded, one process
+        context: ProcessGroup | None = None,  # ranks that share the tokens of their micro-batches
         device: torch.device,
         compute_dtype: torch.dtype | None = None,  # None: bfloat16 on CUDA, float32 elsewhere
         reshard_after_forward: bool | None = None,  # None: on CUDA only; False keeps gradients whole until the last
@@ -35,13 +43,23 @@ class Models:
     ) -> None:
         cuda = device.type == "cuda"
         self.device, self.sharded = device, mesh is not None
+        tp = mesh["tp"] if mesh is not None and "tp" in mesh.mesh_dim_names else None
+        self.num_averaged = 1 if mesh is None else mesh.size() // (1 if tp is None else tp.size())
+        # False: another rank holds the same rollouts and speaks for them
+        self.counts = (tp is None or tp.get_local_rank() == 0) and (context is None or dist.get_rank(context) == 0)
         self.sync_once = not (cuda if reshard_after_forward is None else reshard_after_forward)
+        self.lora = lora
+        if lora is not None:
+            add_lora(policy, lora)
+        if tp is not None:
+            for model in filter(None, (policy, critic, reference)):
+                parallelize(model, tp)
         if activation_checkpointing:
             for model in filter(None, (policy, critic)):
                 recompute_layers(model)
-        self.policy = LogProbs(policy, value_head(policy) if shared_critic else None)
-        self.critic = None if critic is None else Values(critic, value_head(critic))
-        self.reference = None if reference is None else LogProbs(reference).requires_grad_(False)
+        self.policy = LogProbs(policy, value_head(policy) if shared_critic else None, context)
+        self.critic = None if critic is None else Values(critic, value_head(critic), context)
+        self.reference = None if reference is None else LogProbs(reference, None, context).requires_grad_(False)
         if mesh is not None:
             dtype = compute_dtype or (torch.bfloat16 if cuda else torch.float32)
             for root in self._roots:
@@ -52,6 +70,8 @@ class Models:
                     reshard_after_forward=not self.sync_once,
                     cpu_offload=cpu_offload,
                 )
+        self._layers = lora_layers(policy)
+        self._sent = self._make_sent(mesh)
 
     @property
     def model(self) -> nn.Module:
@@ -97,13 +117,49 @@ class Models:
             reshard(root)
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The language model's, by name, tied ones once: DTensors where sharded.  Their memory stays where it is."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        """The language model's, by name, tied ones once: DTensors where sharded.  Their memory stays where it is.
+
+        What is trained in another form (with LoRA, or split over "tp") is as of the last `refresh`.
+        """
+        return {
+            name: self._sent.get(name, parameter.detach())
+            for name, parameter in self.model.named_parameters()
+            if ".lora_" not in name
+        }
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring what `named_parameters` gives up to date: to be called after a step, by all ranks."""
+        for name, sent in self._sent.items():
+            if name in self._split:
+                rows = _rows_of(self._split[name].full_tensor(), sent)
+            else:
+                layer = self._layers[name.removesuffix(".weight")]
+                rows = merged(layer, local(layer.weight), whole(layer.lora_a), local(layer.lora_b))
+            local(sent).copy_(rows)
+
+    def _make_sent(self, mesh: DeviceMesh | None) -> dict[str, Tensor]:
+        """Memory for the parameters that are not sent as they are trained."""
+        named = dict(self.model.named_parameters())
+        self._split = {
+            n: p for n, p in named.items() if isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names
+        }
+        sent = {f"{name}.weight": torch.empty_like(layer.weight.detach()) for name, layer in self._layers.items()}
+        for name, parameter in self._split.items():
+            shards = mesh["dp_shard"]
+            num = -(-parameter.shape[0] // shards.size())
+            first = min(shards.get_local_rank() * num, parameter.shape[0])
+            rows = min(num, parameter.shape[0] - first)
+            mine = torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype, device=self.device)
+            sent[name] = DTensor.from_local(
+                mine, shards, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+        return {name: sent[name] for name in named if name in sent}
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's shard), in the order of `named_parameters`."""
         for name, parameter in self.named_parameters().items():
-            yield name, parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            yield name, local(parameter)
 
     def state_dict(self) -> dict[str, object]:
         """`model` by the names of the language model; `critic` beside it where there is one."""
@@ -119,3 +175,14 @@ class Models:
     def _beside(self) -> Sequence[tuple[str, nn.Module]]:
         modules = {"value_head": self.policy.value_head, "critic": self.critic}
         return [(name, module) for name, module in modules.items() if module is not None]
+
+
+def _rows_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """The rows of a whole tensor that the shard `like` has."""
+    num = -(-tensor.shape[0] // like.device_mesh.size())
+    first = min(like.device_mesh.get_local_rank() * num, tensor.shape[0])
+    return tensor[first : first + len(local(like))]
+
+
+def _axes(tensor: Tensor) -> Sequence[str]:
+    return tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()

@@ -29,11 +29,12 @@ def adamw(
     groups, rates = [], []
     for parameters, rate in parts:
         chosen = [p for p in parameters if p.requires_grad]
-        for matrices, decay in ((True, weight_decay), (False, 0.0)):
-            some = [p for p in chosen if (p.ndim >= 2) == matrices]
-            if some:
-                groups.append({"params": some, "weight_decay": decay, "lr": rate})
-                rates.append(rate)
+        alike: dict[object, list[nn.Parameter]] = {}  # the fused kernel takes tensors of one mesh at a time
+        for p in chosen:
+            alike.setdefault((p.ndim >= 2, getattr(p, "device_mesh", None)), []).append(p)
+        for (is_matrix, _), some in alike.items():
+            groups.append({"params": some, "weight_decay": weight_decay if is_matrix else 0.0, "lr": rate})
+            rates.append(rate)
     optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
     for group in groups:
         for p in group["params"]:
@@ -58,6 +59,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of it; a collective of the ranks that hold it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def square_sum(tensors: Iterable[Tensor], ranks: TrainerRanks) -> Tensor:
     """What this rank adds to the sum of squares over all shards, in float64: a float32 sum depends on the sharding.
 
@@ -76,5 +82,5 @@ def _num_parts(tensor: Tensor) -> int:
     """Of how many ranks it takes the shards to make it whole."""
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = [tensor.device_mesh.size(axis) for axis, place in enumerate(tensor.placements) if place.is_shard()]
+    sizes = [tensor.device_mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
     return math.prod(sizes)

@@ -11,20 +11,28 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.model import head_weight, hidden_states, token_logprobs
+from spmd_rl.trainer.context_parallel import Stretch, split_hidden_states, together
 
 
 class LogProbs(nn.Module):
     """Body, then chunked log-probs and entropies of chosen rows, and their values where there is a value head."""
 
-    def __init__(self, model: nn.Module, value_head: nn.Linear | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        value_head: nn.Linear | None = None,
+        context: ProcessGroup | None = None,  # ranks that share the tokens of a micro-batch
+    ) -> None:
         super().__init__()
         self.model = model
         self.value_head = value_head
+        self.context = context
 
     def forward(
         self,
@@ -34,19 +42,24 @@ class LogProbs(nn.Module):
         targets: Tensor,  # [N] int64
         temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [N] log-probs, [N] entropies, [N] values, float32
-        hidden = hidden_states(self.model, token_ids, cu_seqlens).index_select(0, rows)
-        logprobs, entropy = token_logprobs(hidden, head_weight(self.model), targets, temperature)
+        hidden, places = _rows(self.model, token_ids, cu_seqlens, rows, self.context)
+        mine = targets if places is None else targets[places]
+        logprobs, entropy = token_logprobs(hidden, head_weight(self.model), mine, temperature)
         values = None if self.value_head is None else self.value_head(hidden)[:, 0].float()
+        if places is not None:
+            logprobs, entropy = (together(x, places, len(rows), self.context) for x in (logprobs, entropy))
+            values = None if values is None else together(values, places, len(rows), self.context)
         return logprobs, entropy, values
 
 
 class Values(nn.Module):
     """A body of its own with a value head in place of the language model's."""
 
-    def __init__(self, model: nn.Module, value_head: nn.Linear) -> None:
+    def __init__(self, model: nn.Module, value_head: nn.Linear, context: ProcessGroup | None = None) -> None:
         super().__init__()
         self.body = model.base_model
         self.value_head = value_head
+        self.context = context
         self._model = [model]  # in a list, so that its head is no part of this module
 
     @property
@@ -54,8 +67,21 @@ class Values(nn.Module):
         return self._model[0]
 
     def forward(self, token_ids: Tensor, cu_seqlens: list[int], rows: Tensor) -> Tensor:  # [N] float32
-        hidden = hidden_states(self.model, token_ids, cu_seqlens).index_select(0, rows)
-        return self.value_head(hidden)[:, 0].float()
+        hidden, places = _rows(self.model, token_ids, cu_seqlens, rows, self.context)
+        values = self.value_head(hidden)[:, 0].float()
+        return values if places is None else together(values, places, len(rows), self.context)
+
+
+def _rows(
+    model: nn.Module, token_ids: Tensor, cu_seqlens: list[int], rows: Tensor, context: ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states of the rows that this rank computes, and which of them those are (None: all)."""
+    if context is None:
+        return hidden_states(model, token_ids, cu_seqlens).index_select(0, rows), None
+    stretch = Stretch(len(token_ids), context)
+    places = stretch.rows(rows)
+    hidden = split_hidden_states(model, token_ids, cu_seqlens, stretch)
+    return hidden.index_select(0, rows[places] - stretch.first), places
 
 
 def value_head(model: nn.Module) -> nn.Linear:

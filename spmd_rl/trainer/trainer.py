@@ -88,7 +88,7 @@ class Trainer:
         if not temperature > 0:
             raise ValueError(f"temperature must be > 0 to train on what it sampled, is {temperature}")
         self.models, self.device = models, models.device
-        self.ranks = TrainerRanks(group=group, device=self.device)
+        self.ranks = TrainerRanks(group=group, device=self.device, counts=models.counts)
         self.objective, self.aggregation, self.credit = objective, aggregation, credit
         self.warmup_steps, self.grad_clip = warmup_steps, grad_clip
         self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
@@ -232,7 +232,7 @@ class Trainer:
         g_squares, w_squares, loss, part = ranks.sum(torch.cat([torch.stack(squares), sums])).tolist()
         denominator = part + work.skipped_share
         # FSDP averages gradients over its ranks: mean · number of ranks / denominator
-        factor = ranks.num / denominator if denominator else 0.0
+        factor = self.models.num_averaged / denominator if denominator else 0.0
         norm, weight_norm = math.sqrt(g_squares) * factor, math.sqrt(w_squares)
         if not all(map(math.isfinite, (g_squares, w_squares, loss))):
             raise RuntimeError(self._blame(work.micro_batches, starts, losses, n, progress, norm, weight_norm))

@@ -40,7 +40,15 @@ def alone(folder: Path, **settings: object) -> Trainer:
     return make(folder, None, None, **settings)
 
 
-MODELS = ("reference", "critic", "shared_critic", "activation_checkpointing", "reshard_after_forward", "cpu_offload")
+MODELS = (
+    "reference",
+    "critic",
+    "shared_critic",
+    "activation_checkpointing",
+    "reshard_after_forward",
+    "cpu_offload",
+    "context",
+)
 
 
 def load(folder: Path) -> torch.nn.Module:
@@ -163,9 +171,8 @@ def ran(folder: Path, exported: Path) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
-    settings = {
-        k: v for k, v in CASES[case][3].items() if k not in ("reshard_after_forward", "activation_checkpointing")
-    }
+    layout = ("reshard_after_forward", "activation_checkpointing")
+    settings = {k: v for k, v in CASES[case][3].items() if k not in layout}
     reference = alone(folder, **(settings | {"micro_batch_tokens": 100_000}))
     expected, tensors = [reference.step(batch(n), n) for n in range(2)], whole(reference)
     found = [rank[case] for rank in ran[CASES[case][0]]]
