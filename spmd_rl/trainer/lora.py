@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,3 +102,5 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base:
     with written_aside(folder) as aside:
         save_file(state, aside / "adapter_model.safetensors", {"format": "pt"})
         (aside / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():  # of an earlier end of the same run
+            shutil.rmtree(folder)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from spmd_rl.objective import Objective, Sums
 from spmd_rl.objective.losses import Rows
 from spmd_rl.trainer.critic import Credit, Credited, credit, standardize, value_losses
-from spmd_rl.trainer.export import export
+from spmd_rl.trainer.export import export, export_adapter
 from spmd_rl.trainer.flops import Flops, peak_memory_bytes
 from spmd_rl.trainer.metrics import Totals
 from spmd_rl.trainer.microbatch import STAND_IN, Aggregation, MicroBatch, Minibatch, Share, cut
@@ -363,4 +363,10 @@ class Trainer:
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
         """Write an ordinary Hugging Face folder, with config and tokenizer from `source`."""
+        self.models.refresh()
         export(self.models.named_parameters(), self.ranks, folder=folder, source=source, dtype=dtype)
+
+    def export_adapter(self, folder: Path, source: Path) -> None:
+        """Write what LoRA added to the model in `source` as a PEFT folder."""
+        tensors = {name: p.detach() for name, p in self.model.named_parameters() if ".lora_" in name}
+        export_adapter(tensors, self.ranks, folder=folder, lora=self.models.lora, base=str(source))
