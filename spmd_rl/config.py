@@ -57,6 +57,10 @@ class Topology:
     """trainer ranks"""
     dp_replicate: int = 1
     """replicas of the sharded trainer; divides topology.trainer"""
+    tensor_parallel: int = 1
+    """trainer ranks that split every layer (Llama and Qwen families); neighbours, so best within a node"""
+    context_parallel: int = 1
+    """trainer ranks that split the tokens of their rollouts; for sequences too long for one device"""
 
 
 @SETTINGS
@@ -236,6 +240,18 @@ class Trainer:
 
 
 @SETTINGS
+class Lora:
+    """Train low-rank additions instead of the model; engines get merged weights."""
+
+    rank: int = 0
+    """0: off, the model itself is trained"""
+    alpha: float = 16.0
+    """additions are scaled by alpha / rank"""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """last parts of the names of linear layers"""
+
+
+@SETTINGS
 class Critic:
     """Values for trainer.advantage = gae; without effect otherwise."""
 
@@ -298,6 +314,7 @@ class Config:
     staleness: Staleness = field(default_factory=Staleness)
     inference: Inference = field(default_factory=Inference)
     trainer: Trainer = field(default_factory=Trainer)
+    lora: Lora = field(default_factory=Lora)
     critic: Critic = field(default_factory=Critic)
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -309,6 +326,8 @@ class Config:
             num_inference=self.topology.inference,
             num_trainers=self.topology.trainer,
             dp_replicate=self.topology.dp_replicate,
+            tensor_parallel=self.topology.tensor_parallel,
+            context_parallel=self.topology.context_parallel,
             engine_on_rank0=self.inference.engine_on_rank0,
         )
 
@@ -366,6 +385,10 @@ AT_LEAST = {
     "topology.inference": 1,
     "topology.trainer": 1,
     "topology.dp_replicate": 1,
+    "topology.tensor_parallel": 1,
+    "topology.context_parallel": 1,
+    "lora.rank": 0,
+    "lora.alpha": 0,
     "rollout.batch_size": 1,
     "rollout.group_size": 1,
     "rollout.max_tokens": 1,
@@ -521,6 +544,8 @@ def _value(kind: object, value: object, where: str) -> object:
         return _build(kind, value, f"{where}.")
     if origin is dict and isinstance(value, Mapping):
         return dict(value) if args[1] is object else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if origin is tuple and args[1:] == (...,) and isinstance(value, list | tuple):
+        return tuple(_value(args[0], v, where) for v in value)
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
         return tuple(_value(kind, v, where) for kind, v in zip(args, value, strict=True))
     if kind is float and type(value) in (int, float) and abs(value) < float("inf"):
@@ -586,8 +611,13 @@ def _check(config: Config) -> None:
             f"staleness.target_idle = {staleness.target_idle}: a share between 0 and 1",
         ),
         (
-            topology.trainer % topology.dp_replicate != 0,
-            f"topology.dp_replicate = {topology.dp_replicate} does not divide topology.trainer = {topology.trainer}",
+            topology.trainer % (topology.dp_replicate * topology.tensor_parallel * topology.context_parallel) != 0,
+            f"topology.dp_replicate = {topology.dp_replicate} times tensor_parallel = {topology.tensor_parallel} times "
+            f"context_parallel = {topology.context_parallel} does not divide topology.trainer = {topology.trainer}",
+        ),
+        (
+            config.lora.rank > 0 and topology.tensor_parallel > 1,
+            f"lora.rank = {config.lora.rank} with topology.tensor_parallel = {topology.tensor_parallel}: not supported",
         ),
         (
             topology.inference == 1 and not config.inference.engine_on_rank0,

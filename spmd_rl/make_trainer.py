@@ -17,12 +17,18 @@ from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits
 from spmd_rl.trainer.critic import Credit
+from spmd_rl.trainer.lora import Lora
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 
 
 def make_trainer(
-    config: Config, *, device: torch.device, mesh: DeviceMesh | None = None, group: ProcessGroup | None = None
+    config: Config,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    context: ProcessGroup | None = None,
 ) -> Trainer:
     """Weights are those of model.path; a checkpoint is loaded into it afterwards."""
     t, critic = config.trainer, config.critic
@@ -31,12 +37,16 @@ def make_trainer(
     def model() -> torch.nn.Module:
         return build(config.model.path, device=device, dtype=torch.float32, weights=True)
 
+    low_rank = config.lora
+    lora = Lora(rank=low_rank.rank, alpha=low_rank.alpha, targets=low_rank.targets) if low_rank.rank else None
     models = Models(
         policy=model(),
         reference=model() if t.kl_coefficient else None,
         critic=model() if with_critic and critic.body == "own" else None,
         shared_critic=with_critic and critic.body == "shared",
+        lora=lora,
         mesh=mesh,
+        context=context,
         device=device,
         activation_checkpointing=t.activation_checkpointing,
         cpu_offload=t.cpu_offload,

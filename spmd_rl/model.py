@@ -286,7 +286,7 @@ class _TokenLogprobs(torch.autograd.Function):
             mean[rows] = torch.linalg.vecdot((z - lse[rows, None]).exp_(), z)  # of the logits, under the policy
         if group is not None:
             parts = lse.new_empty(group.size(), len(lse))
-            dist.all_gather_into_tensor(parts.view(-1), lse, group=group)
+            dist.all_gather(list(parts.unbind()), lse, group=group)
             mean *= (lse - parts.logsumexp(0)).exp()
             lse = parts.logsumexp(0)
             dist.all_reduce(logit, group=group)

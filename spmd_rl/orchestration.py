@@ -64,8 +64,9 @@ async def run_orchestrator(
 
     def ship(index: int, packed: Packed, save: bool) -> None:
         """Every trainer its share of the batch, of about equal cost."""
-        shares = packing.shares(packed, len(world.trainer_ranks), width=width)
-        for rank, share in zip(world.trainer_ranks, shares, strict=True):
+        shares = packing.shares(packed, world.topology.num_shares, width=width)
+        for rank in world.trainer_ranks:
+            share = shares[world.topology.share_of(rank)]
             words = {"index": index, "save": save, "words": share.words}
             send(rank, Message(Kind.BATCH, words, share.arrays()))
 

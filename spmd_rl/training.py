@@ -38,7 +38,9 @@ class TrainerRank:
         self._written = threading.Event()  # the newest checkpoint, if any, is on disk and rank 0 was told
         self._written.set()
         live.progress("loading the model")
-        self._trainer = make_trainer(config, device=world.device, mesh=world.mesh, group=world.train)
+        self._trainer = make_trainer(
+            config, device=world.device, mesh=world.mesh, group=world.train, context=world.context
+        )
         self._sender = self._make_sender() if world.rank in world.sender_ranks else None
 
     def restore(self, version: int, folder: Path) -> None:
@@ -51,6 +53,7 @@ class TrainerRank:
     def publish(self) -> float:
         """Send the weights of this version; the seconds that the trainer was held."""
         self._live.progress(f"publishing weights {self.version}")
+        self._trainer.models.refresh()
         return self._sender.publish(self.version) if self._sender else 0.0
 
     def handle(self, message: Message, waited_s: float) -> None:
@@ -65,7 +68,10 @@ class TrainerRank:
         """The model as a Hugging Face folder, the last checkpoint; then the engines learn that this is the end."""
         if export:
             self._live.progress("exporting the model")
-            self._trainer.export(self._run_dir.model, Path(self._config.model.path))
+            source = Path(self._config.model.path)
+            self._trainer.export(self._run_dir.model, source)
+            if self._config.lora.rank:
+                self._trainer.export_adapter(self._run_dir.adapter, source)
         self._save(final=True)
         self._saved()
         if self._sender:

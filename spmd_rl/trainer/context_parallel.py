@@ -88,15 +88,15 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, mine: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        all_ranks = mine.new_empty(group.size(), *mine.shape)
-        dist.all_gather_into_tensor(all_ranks.view(-1), mine.view(-1), group=group)
-        return torch.cat(all_ranks.unbind(), 2)
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
+        return torch.cat(parts, 2)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        parts = torch.stack(grad.chunk(ctx.group.size(), 2))
+        parts = [part.contiguous() for part in grad.chunk(ctx.group.size(), 2)]
         mine = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=ctx.group)
+        dist.reduce_scatter(mine, parts, group=ctx.group)
         return mine, None
 
 

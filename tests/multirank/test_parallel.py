@@ -18,7 +18,7 @@ from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import whole
 from tests.multirank.test_trainer import CPU, PROBE, VARYING, alone, batch, load, make
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_worlds
 from tests.unit import families
 
 FOUR = [slice(0, 1), slice(1, 3), slice(3, 8), slice(8, 12)]
@@ -160,3 +160,28 @@ def test_the_models_of_one_process_need_no_mesh(folders: dict[str, Path]) -> Non
     models.refresh()
     assert models.counts and models.num_averaged == 1
     assert isinstance(models.score(torch.arange(5)), torch.Tensor)
+
+
+def train_in_a_world(world: Any, folder: Path) -> Any:
+    if world.mesh is None:
+        return world.describe()
+    share = batch(0, TWO[world.topology.share_of(world.rank)] if world.topology.num_shares == 2 else ONE[0])
+    trainer = make(folder, world.mesh, world.train, context=world.context)
+    trainer.step(share, 0)
+    trainer.models.refresh()
+    shards = {name: tensor.numpy().copy() for name, tensor in trainer.models.named_shards()}
+    return world.rank in world.sender_ranks, shards
+
+
+def test_senders_of_a_world_with_every_axis_hold_the_whole_model(folders: dict[str, Path]) -> None:
+    line, *found = run_worlds(
+        train_in_a_world, 1, 4, folders["llama"], tensor_parallel=2, context_parallel=2, timeout_s=120
+    )
+    assert "dp_replicate 1 x dp_shard 2 x tp 2 x cp (of dp_shard) 2" in line
+    senders = [shards for sends, shards in found if sends]
+    assert [sends for sends, _ in found] == [True, False, True, False]
+    trainer = alone(folders["llama"])
+    trainer.step(batch(0), 0)
+    for name, tensor in trainer.models.named_parameters().items():
+        rows = np.concatenate([shards[name] for shards in senders])
+        np.testing.assert_allclose(rows, tensor.numpy(), rtol=0, atol=2e-5, err_msg=name)
