@@ -1,5 +1,6 @@
 """The training step on several ranks: real gloo, real FSDP2, against one process without a mesh."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from spmd_rl import tiny_model
 from spmd_rl.model import build
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
-from spmd_rl.objective.losses import LOSSES
+from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
 from spmd_rl.packing import Packed, pack
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
@@ -106,6 +107,7 @@ CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
     "everything and nothing": (2, 1, [slice(0, 12), slice(0, 0)], {}),
     "two replicas": (2, 2, UNEQUAL, {}),
     "one micro-batch": (2, 1, UNEQUAL, {"micro_batch_tokens": 100_000}),
+    "in host memory": (2, 1, UNEQUAL, {"cpu_offload": True}),
     "resharded after forward": (2, 1, UNEQUAL, {"reshard_after_forward": True}),
     "reference": (2, 1, UNEQUAL, {"reference": "model", "objective": HELD, "num_minibatches": 1, "num_epochs": 2}),
     "own critic": (2, 1, UNEQUAL, {"critic": "model", "credit": Credit()}),
@@ -140,6 +142,24 @@ def score_between_steps(rank: int, folder: Path, target: Path) -> list[np.ndarra
     return scores
 
 
+def by_advantage(rows: Rows, limits: Limits) -> TokenLosses:
+    """A token's loss is its advantage; it counts as clipped where that is above 1."""
+    like = LOSSES["reinforce"](rows, limits)
+    losses = rows.advantages + 0 * rows.current
+    return dataclasses.replace(like, losses=losses, clipped=rows.advantages > 1)
+
+
+def uniform(rank: int, parts: list[list[tuple[int, float]]]) -> Packed:
+    """This rank's rollouts as (loss tokens, advantage)."""
+    rollouts = []
+    for i, (length, _) in enumerate(parts[rank]):
+        one = Rollout(env="e", task_id=str(i), ticket=10 * rank + i)
+        one.append(np.array([3, 4]))
+        one.append(np.full(length, 5), np.full(length, -4.0), np.zeros(length))
+        rollouts.append(one)
+    return pack(rollouts, np.array([advantage for _, advantage in parts[rank]]))
+
+
 def run_all(rank: int, folder: Path, target: Path) -> dict[str, Any]:
     """All that one start of the ranks can show, by name; each test below reads its part."""
     found: dict[str, Any] = {}
@@ -153,6 +173,9 @@ def run_all(rank: int, folder: Path, target: Path) -> dict[str, Any]:
         found["minibatches"] = trainer.step(batch(0, UNEQUAL[rank]), 0)
         found["one rollout"] = trainer.step(batch(1, [slice(0, 1), slice(0, 0)][rank]), 1)
         found["nothing"] = trainer.step(batch(0, slice(0, 0)), 2)
+        plain = on_mesh(folder, objective=Objective(loss=by_advantage, correction=Correction(kind="none")))
+        found["0.32"] = plain.step(uniform(rank, [[(100, 0.5)], [(90, 0.3)] * 10]), 0)
+        found["0.375"] = plain.step(uniform(rank, [[(3, 2.0), (9, 1.0)], [(3, 2.0), (1, 1.0)]]), 1)
         found["nan"] = step_on_nan(rank, folder)
         found["scores"] = score_between_steps(rank, folder, target)
     return found
@@ -171,7 +194,7 @@ def ran(folder: Path, exported: Path) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
-    layout = ("reshard_after_forward", "activation_checkpointing")
+    layout = ("reshard_after_forward", "activation_checkpointing", "cpu_offload")
     settings = {k: v for k, v in CASES[case][3].items() if k not in layout}
     reference = alone(folder, **(settings | {"micro_batch_tokens": 100_000}))
     expected, tensors = [reference.step(batch(n), n) for n in range(2)], whole(reference)
@@ -193,6 +216,28 @@ def test_minibatches_with_unequal_and_empty_shares_do_not_deadlock(ran: dict) ->
     assert (first["minibatches"], first["one rollout"]) == (second["minibatches"], second["one rollout"])
     assert (first["minibatches"]["optimizer_steps"], first["minibatches"]["tokens"]) == (6, 2000)
     assert (first["one rollout"]["optimizer_steps"], first["one rollout"]["tokens"]) == (2, 140)  # 1 of 3, 2 epochs
+
+
+def test_100_tokens_at_half_and_900_at_three_tenths_on_two_ranks_are_0_32(ran: dict) -> None:
+    for rank in ran[2]:
+        assert rank["0.32"]["tokens"] == 1000
+        assert rank["0.32"]["loss"] == pytest.approx(0.32, rel=1e-6)
+
+
+def test_means_are_over_all_tokens_and_not_over_ranks(ran: dict) -> None:
+    """3 of 12 on one rank and 3 of 4 on the other are 6 of 16."""
+    assert [rank["0.375"]["clip_share"] for rank in ran[2]] == [0.375, 0.375]
+
+
+@pytest.mark.parametrize("case", ["one rank", "100 and 900 tokens", "four ranks", "four ranks, two replicas"])
+@pytest.mark.parametrize("micro_batch_tokens", [100_000, 280, 95])
+def test_gradient_norms_agree_over_ranks_and_micro_batches(
+    folder: Path, ran: dict, case: str, micro_batch_tokens: int
+) -> None:
+    expected = alone(folder, micro_batch_tokens=micro_batch_tokens).step(batch(0), 0)
+    found = ran[CASES[case][0]][0][case][0][0]
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 def test_nothing_anywhere_is_an_empty_step(ran: dict) -> None:
