@@ -87,6 +87,13 @@ class Models:
         """Everything with trained parameters, as one module."""
         return self.policy if self.critic is None else nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All trained parameters, tied ones once, by names that are the same on any mesh."""
+        for root, module in (("policy", self.policy), ("critic", self.critic)):
+            for name, parameter in module.named_parameters() if module is not None else ():
+                if parameter.requires_grad:
+                    yield f"{root}.{name}", parameter
+
     @property
     def critic_parameters(self) -> list[nn.Parameter]:
         modules = (self.policy.value_head, self.critic)

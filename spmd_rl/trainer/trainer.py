@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from spmd_rl.objective import Objective, Sums
 from spmd_rl.objective.losses import Rows
@@ -351,14 +350,20 @@ class Trainer:
         return scores
 
     def state_dict(self) -> dict[str, object]:
-        """Models, optimizer and step count for torch.distributed.checkpoint; loading fills its tensors in place."""
-        optimizer = get_optimizer_state_dict(self.models.trained, self.optimizer)
+        """Models, optimizer and step count for torch.distributed.checkpoint; loading fills its tensors in place.
+
+        The optimizer's by name of the parameter: its groups depend on the mesh, and their settings are the config's.
+        """
+        optimizer = {name: dict(self.optimizer.state[p]) for name, p in self.models.named_trained()}
         return self.models.state_dict() | {"optimizer": optimizer, "num_steps": torch.tensor(self.num_steps)}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, object]) -> None:
         """What any number of trainer ranks saved, resharded by torch.distributed.checkpoint."""
         self.models.load_state_dict(state)
-        set_optimizer_state_dict(self.models.trained, self.optimizer, state["optimizer"])
+        for name, parameter in self.models.named_trained():
+            for key, value in self.optimizer.state[parameter].items():
+                value.copy_(state["optimizer"][name][key])
         self.num_steps = int(state["num_steps"])
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:

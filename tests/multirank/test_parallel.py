@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
     "cp of four": ("llama", (1, 4, 1), 4, {}),
     "tp and cp": ("tiny", (1, 2, 2), 2, {}),
 }
+SAVED = ("tp", "tp and shards", "tp, biases")
 LAYOUT = ("activation_checkpointing", "reshard_after_forward")
 
 
@@ -82,7 +83,7 @@ def run_cases(rank: int, folders: dict[str, Path], saved: Path) -> dict[str, Any
         trainer.models.refresh()
         sent = {n: whole(p).numpy().copy() for n, p in trainer.models.named_parameters().items()}
         found[case] = metrics, sent, trainer.score(PROBE)
-        if case in ("tp", "tp and shards"):
+        if case in SAVED:
             dcp.save(trainer.state_dict(), checkpoint_id=saved / case)
     return found
 
@@ -127,7 +128,7 @@ def merge(trainer: Any, n: int, parts: list[slice]) -> list[Any]:
     return [merged(p) for p in zip(*(trainer.cut(batch(n, part)) for part in parts), strict=True)]
 
 
-@pytest.mark.parametrize("case", ["tp", "tp and shards"])
+@pytest.mark.parametrize("case", SAVED)
 def test_checkpoint_of_split_weights_goes_on_alone(folders: dict[str, Path], saved: Path, ran: dict, case: str) -> None:
     trainer, parts = reference(folders, case)
     state = trainer.state_dict()
