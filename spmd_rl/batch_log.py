@@ -6,16 +6,17 @@ The JSON is for people and for `simulate --latency replay:`; the tensors are eve
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from spmd_rl import packing
 from spmd_rl.run_dir import write_whole
-from spmd_rl.types import Batch
+from spmd_rl.types import Batch, Rollout
 
 
-def write(folder: Path, batch: Batch) -> packing.Packed:
+def write(folder: Path, batch: Batch, usable: Callable[[Rollout], bool]) -> packing.Packed:
     """Log a batch and return its packed form.  Blocks on the disk: call it from a worker thread."""
-    packed = packing.pack(batch.rollouts, batch.advantages)
+    packed = packing.pack(batch.rollouts, batch.advantages, [usable(r) for r in batch.rollouts])
     path = folder / f"step_{batch.index}.safetensors"
     aside = path.with_name(f".{path.name}.tmp")
     packing.save(packed, aside)
@@ -29,6 +30,7 @@ def write(folder: Path, batch: Batch) -> packing.Packed:
             "reward": r.reward,
             "reward_parts": r.reward_parts,
             "advantage": round(float(advantage), 6),
+            "usable": bool(use),
             "tokens": len(r.token_ids),
             "trainable": r.num_trainable,
             "versions": r.version_runs(),
@@ -37,7 +39,7 @@ def write(folder: Path, batch: Batch) -> packing.Packed:
             "finish_reason": r.finish_reason,
             "generation_s": round(r.generation_s, 6),
         }
-        for r, advantage in zip(batch.rollouts, batch.advantages, strict=True)
+        for r, advantage, use in zip(batch.rollouts, batch.advantages, packed.usable, strict=True)
     ]
     write_whole(folder / f"step_{batch.index}.json", json.dumps({"index": batch.index, "rollouts": rollouts}, indent=1))
     return packed

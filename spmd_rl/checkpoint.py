@@ -15,6 +15,7 @@ import io
 import json
 import pickle
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,8 +50,10 @@ def save_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessG
 
 
 def load_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """All trainer ranks together: fill `state` in place, on any number of ranks."""
-    dcp.load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
+    """All trainer ranks together, or one process without a group: fill `state` in place, on any number of ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        dcp.load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -131,7 +134,12 @@ def complete(checkpoints: Path, version: int) -> Path:
 
 def newest(checkpoints: Path) -> tuple[int, Path] | None:
     """Version and folder of the newest complete checkpoint."""
-    return max(((v, folder) for v, folder in _folders(checkpoints) if (folder / MARKER).exists()), default=None)
+    return max(all_complete(checkpoints), default=None)
+
+
+def all_complete(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Version and folder of every complete checkpoint."""
+    return [(v, folder) for v, folder in _folders(checkpoints) if (folder / MARKER).exists()]
 
 
 def tidy(checkpoints: Path) -> None:

@@ -19,12 +19,14 @@ usage: torchrun --nproc-per-node=N -m spmd_rl CONFIG.toml [section.key=value ...
        python -m spmd_rl simulate CONFIG.toml [section.key=value ...] [options]
        python -m spmd_rl eval CONFIG.toml [--model DIR] [--out FILE.json] [section.key=value ...]
        python -m spmd_rl export RUN_DIR [--step N] [--dtype bfloat16|float32] DIR
+       python -m spmd_rl replay RUN_DIR --step N
 
 Asynchronous RL post-training: the ranks of one torchrun job split into inference and trainer ranks.
 
   check     read the config, print it resolved with the staleness bound that it gives, and stop
   eval      the config's evaluation on a model folder, in this process alone
   export    a run's checkpoint, the newest or that of --step, as a Hugging Face folder
+  replay    compute the loss of a logged batch again, in one process, and compare it with the logged one
   simulate  drive the real gate, dispatcher and sinks on a virtual clock: ages, idle shares, throughput
 
 Settings, as section.key, with their defaults:
@@ -121,4 +123,15 @@ def _export(argv: Sequence[str]) -> int:
     return export(options.run, options.folder, options.step, options.dtype)
 
 
-COMMANDS = {"check": _check, "simulate": _simulate, "eval": _eval, "export": _export}
+def _replay(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="spmd_rl replay", add_help=False, allow_abbrev=False)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int, required=True)
+    options = parser.parse_args(argv)
+
+    from spmd_rl.replay import replay
+
+    return replay(options.run_dir, options.step)
+
+
+COMMANDS = {"check": _check, "simulate": _simulate, "eval": _eval, "export": _export, "replay": _replay}

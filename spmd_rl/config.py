@@ -57,6 +57,10 @@ class Topology:
     """trainer ranks"""
     dp_replicate: int = 1
     """replicas of the sharded trainer; divides topology.trainer"""
+    tensor_parallel: int = 1
+    """trainer ranks that split every layer (Llama and Qwen families); neighbours, so best within a node"""
+    context_parallel: int = 1
+    """trainer ranks that split the tokens of their rollouts; for sequences too long for one device"""
 
 
 @SETTINGS
@@ -180,25 +184,91 @@ class Trainer:
     grad_clip: float = 1.0
     """largest gradient norm"""
     advantage: str = "grpo"
-    """grpo | dr_grpo | rloo: how rewards of a group become advantages"""
+    """grpo | grpo_population | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline | gae: rewards to advantages"""
     advantage_scale: float = 1.0
     """factor on every advantage; -1 unlearns (a control)"""
     filter_zero_spread: bool = True
     """give up groups whose rewards are all equal: they train nothing"""
+    mask_truncated: bool = False
+    """rollouts cut off at max_tokens train nothing and are in no baseline and no denominator"""
+    overlong_buffer: int = 0
+    """tokens before max_tokens over which the reward that is trained on falls by 1; 0: off"""
     loss: str = "decoupled"
-    """decoupled | ppo | tis: the objective and its off-policy correction"""
+    """decoupled | ppo | cispo | gspo | reinforce: the objective of a token"""
     clip_low: float = 0.2
     """ratio is clipped below 1 - clip_low"""
     clip_high: float = 0.28
     """ratio is clipped above 1 + clip_high"""
-    importance_cap: float = 2.0
-    """largest importance weight proximal / behavior"""
+    clip_dual: float = 0.0
+    """bound of a token's loss where its advantage is negative, in advantages; 0: none, 3 is usual"""
+    correction: str = "truncate"
+    """truncate | mask | none: what the importance weight does outside its bounds"""
+    correction_level: str = "token"
+    """token | sequence (product of its tokens) | geometric (their mean): what the weight is taken over"""
+    importance_low: float = 0.0
+    """least importance weight"""
+    importance_high: float = 2.0
+    """largest importance weight"""
+    reject: str = "none"
+    """none | off_policy | off_policy_negative (advantage below 0): sequences that the policy has left are dropped"""
+    reject_above: float = 0.1
+    """nats per token, log behavior - log current, above which they are"""
+    aggregation: str = "token_mean"
+    """token_mean | sequence_mean | constant (divides by sequences · rollout.max_tokens)"""
+    entropy: float = 0.0
+    """coefficient of the entropy bonus"""
+    kl: str = "k3"
+    """k1 | k2 | k3: estimate of the KL to the reference model, which is model.path as it was"""
+    kl_coefficient: float = 0.0
+    """its weight; 0: no reference model is loaded"""
+    kl_in: str = "loss"
+    """loss | reward: where it is added"""
+    proximal: str = "recompute"
+    """recompute | loglinear (no extra forward): log-probs at the start of a batch of several minibatches"""
+    num_minibatches: int = 1
+    """optimizer steps that share a batch; versions count batches"""
+    num_epochs: int = 1
+    """passes over a batch"""
     micro_batch_tokens: int = 4096
     """tokens per forward pass at most (one longer sequence goes alone)"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    cpu_offload: bool = False
+    """keep weights, gradients and optimizer in host memory between uses"""
     max_empty_batches: int = 3
     """batches' worth of groups in a row without anything trainable, after which the run stops with an error"""
+
+
+@SETTINGS
+class Lora:
+    """Train low-rank additions instead of the model; engines get merged weights."""
+
+    rank: int = 0
+    """0: off, the model itself is trained"""
+    alpha: float = 16.0
+    """additions are scaled by alpha / rank"""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """last parts of the names of linear layers"""
+
+
+@SETTINGS
+class Critic:
+    """Values for trainer.advantage = gae; without effect otherwise."""
+
+    body: str = "own"
+    """own | shared: a second model of model.path, or a head on the policy"""
+    learning_rate: float = 1e-5
+    """AdamW, after warm-up"""
+    coefficient: float = 0.5
+    """of the value loss"""
+    clip: float = 0.2
+    """how far a value may move within a batch before its gradient is cut"""
+    gamma: float = 1.0
+    """discount per token or turn"""
+    lam: float = 0.95
+    """1: Monte Carlo, 0: one step"""
+    level: str = "token"
+    """token | turn: what is credited"""
 
 
 @SETTINGS
@@ -244,6 +314,8 @@ class Config:
     staleness: Staleness = field(default_factory=Staleness)
     inference: Inference = field(default_factory=Inference)
     trainer: Trainer = field(default_factory=Trainer)
+    lora: Lora = field(default_factory=Lora)
+    critic: Critic = field(default_factory=Critic)
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
@@ -254,6 +326,8 @@ class Config:
             num_inference=self.topology.inference,
             num_trainers=self.topology.trainer,
             dp_replicate=self.topology.dp_replicate,
+            tensor_parallel=self.topology.tensor_parallel,
+            context_parallel=self.topology.context_parallel,
             engine_on_rank0=self.inference.engine_on_rank0,
         )
 
@@ -290,8 +364,17 @@ CHOICES = {
     "staleness.on_update": ("continue", "hold", "restart"),
     "inference.engine": ("native",),
     "inference.kv_on_update": ("recompute", "keep"),
-    "trainer.advantage": ("grpo", "dr_grpo", "rloo"),
-    "trainer.loss": ("decoupled", "ppo", "tis"),
+    "trainer.advantage": ("grpo", "grpo_population", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"),
+    "trainer.loss": ("decoupled", "ppo", "cispo", "gspo", "reinforce"),
+    "trainer.correction": ("truncate", "mask", "none"),
+    "trainer.correction_level": ("token", "sequence", "geometric"),
+    "trainer.reject": ("none", "off_policy", "off_policy_negative"),
+    "trainer.aggregation": ("token_mean", "sequence_mean", "constant"),
+    "critic.body": ("own", "shared"),
+    "critic.level": ("token", "turn"),
+    "trainer.kl": ("k1", "k2", "k3"),
+    "trainer.kl_in": ("loss", "reward"),
+    "trainer.proximal": ("recompute", "loglinear"),
 }
 AT_LEAST = {
     "run.steps": 1,
@@ -302,6 +385,10 @@ AT_LEAST = {
     "topology.inference": 1,
     "topology.trainer": 1,
     "topology.dp_replicate": 1,
+    "topology.tensor_parallel": 1,
+    "topology.context_parallel": 1,
+    "lora.rank": 0,
+    "lora.alpha": 0,
     "rollout.batch_size": 1,
     "rollout.group_size": 1,
     "rollout.max_tokens": 1,
@@ -321,9 +408,18 @@ AT_LEAST = {
     "trainer.warmup_steps": 0,
     "trainer.weight_decay": 0,
     "trainer.grad_clip": 1e-9,
-    "trainer.importance_cap": 1,
+    "trainer.overlong_buffer": 0,
+    "trainer.importance_low": 0,
+    "trainer.importance_high": 1,
+    "trainer.reject_above": 0,
+    "trainer.kl_coefficient": 0,
+    "trainer.num_minibatches": 1,
+    "trainer.num_epochs": 1,
     "trainer.micro_batch_tokens": 1,
     "trainer.max_empty_batches": 1,
+    "critic.learning_rate": 0,
+    "critic.coefficient": 0,
+    "critic.clip": 0,
     "eval.every": -1,
     "eval.num_tasks": 1,
     "eval.samples": 1,
@@ -448,6 +544,8 @@ def _value(kind: object, value: object, where: str) -> object:
         return _build(kind, value, f"{where}.")
     if origin is dict and isinstance(value, Mapping):
         return dict(value) if args[1] is object else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if origin is tuple and args[1:] == (...,) and isinstance(value, list | tuple):
+        return tuple(_value(args[0], v, where) for v in value)
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
         return tuple(_value(kind, v, where) for kind, v in zip(args, value, strict=True))
     if kind is float and type(value) in (int, float) and abs(value) < float("inf"):
@@ -486,7 +584,7 @@ def _check(config: Config) -> None:
             f"rollout.batch_size = {rollout.batch_size} is not a multiple of group_size = {rollout.group_size}",
         ),
         (
-            rollout.group_size < 2,
+            rollout.group_size < 2 and trainer.advantage not in ("reinforce_pp", "gae"),
             f"rollout.group_size = {rollout.group_size}: advantages compare rollouts of one prompt, so 2 at least",
         ),
         (
@@ -513,8 +611,13 @@ def _check(config: Config) -> None:
             f"staleness.target_idle = {staleness.target_idle}: a share between 0 and 1",
         ),
         (
-            topology.trainer % topology.dp_replicate != 0,
-            f"topology.dp_replicate = {topology.dp_replicate} does not divide topology.trainer = {topology.trainer}",
+            topology.trainer % (topology.dp_replicate * topology.tensor_parallel * topology.context_parallel) != 0,
+            f"topology.dp_replicate = {topology.dp_replicate} times tensor_parallel = {topology.tensor_parallel} times "
+            f"context_parallel = {topology.context_parallel} does not divide topology.trainer = {topology.trainer}",
+        ),
+        (
+            config.lora.rank > 0 and topology.tensor_parallel > 1,
+            f"lora.rank = {config.lora.rank} with topology.tensor_parallel = {topology.tensor_parallel}: not supported",
         ),
         (
             topology.inference == 1 and not config.inference.engine_on_rank0,
@@ -532,6 +635,23 @@ def _check(config: Config) -> None:
         ),
         (not 0 <= trainer.clip_low < 1, f"trainer.clip_low = {trainer.clip_low}: must be at least 0 and below 1"),
         (trainer.clip_high < 0, f"trainer.clip_high = {trainer.clip_high}: must be at least 0"),
+        (trainer.clip_dual and trainer.clip_dual <= 1, f"trainer.clip_dual = {trainer.clip_dual}: 0 or above 1"),
+        (
+            trainer.importance_low > 1,
+            f"trainer.importance_low = {trainer.importance_low}: at most 1, the weight of data of the policy itself",
+        ),
+        (
+            trainer.overlong_buffer > rollout.max_tokens,
+            f"trainer.overlong_buffer = {trainer.overlong_buffer}: at most rollout.max_tokens = {rollout.max_tokens}",
+        ),
+        (
+            trainer.advantage == "gae" and trainer.kl_coefficient > 0 and trainer.kl_in == "reward",
+            "trainer.kl_in = 'reward' with trainer.advantage = 'gae': put the KL into the loss",
+        ),
+        (
+            not (0 <= config.critic.gamma <= 1 and 0 <= config.critic.lam <= 1),
+            f"critic.gamma = {config.critic.gamma} and critic.lam = {config.critic.lam}: each between 0 and 1",
+        ),
         (not all(0 <= b < 1 for b in trainer.betas), f"trainer.betas = {trainer.betas}: each at least 0 and below 1"),
     ]
     for wrong, message in problems:
@@ -551,10 +671,17 @@ def _get(config: Config, key: str) -> object:
 def warnings(config: Config) -> list[str]:
     """What is allowed and probably not meant, a line each."""
     lines = []
-    if config.age_bound.age != 0 and config.trainer.loss == "ppo":
+    trainer, aged = config.trainer, config.age_bound.age != 0
+    if aged and (trainer.loss == "ppo" or (trainer.correction == "none" and trainer.loss != "cispo")):
         lines.append(
             f"staleness.max_staleness = {config.staleness.max_staleness} ({config.age_bound}) with trainer.loss = "
-            "'ppo': the clip is the only correction for old data; 'decoupled' or 'tis' weigh it by its age"
+            f"{trainer.loss!r} and trainer.correction = {trainer.correction!r}: no importance weight corrects for old "
+            "data; 'decoupled' with 'truncate' does"
+        )
+    if trainer.filter_zero_spread and trainer.advantage in ("reinforce_pp", "gae") and config.rollout.group_size > 1:
+        lines.append(
+            f"trainer.filter_zero_spread with trainer.advantage = {trainer.advantage!r}: groups of equal rewards are "
+            "given up although they would train something"
         )
     if config.run.shutdown_s > 25:
         lines.append(

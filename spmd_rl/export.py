@@ -26,7 +26,12 @@ def export(run: Path, folder: Path, step: int | None, dtype: str) -> int:
         raise ValueError(f"{run}: not a run directory, it has no {run_dir.config.name}")
     if folder.exists():
         raise ValueError(f"{folder} exists already")
-    source = Path(config_module.load(run_dir.config).model.path)
+    config = config_module.load(run_dir.config)
+    if config.lora.rank:
+        raise ValueError(
+            f"{run}: trained with LoRA: its merged model and its adapter are in the run directory at the end"
+        )
+    source = Path(config.model.path)
     if not source.is_dir():
         raise ValueError(f"model.path = {str(source)!r} of {run_dir.config}: no such folder from here")
     found = _find(run_dir.checkpoints, step)
@@ -37,7 +42,7 @@ def export(run: Path, folder: Path, step: int | None, dtype: str) -> int:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         checkpoint.load_trainer(state, found / "trainer", None)
     ranks = TrainerRanks(group=None, device=torch.device("cpu"))
-    write(model, ranks, folder=folder, source=source, dtype=getattr(torch, dtype))
+    write(state["model"], ranks, folder=folder, source=source, dtype=getattr(torch, dtype))
     print(f"{found} → {folder}")
     return 0
 

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.logging import disable_progress_bar
@@ -170,6 +173,11 @@ def load_config(folder: str | Path) -> PretrainedConfig:
     return config
 
 
+def hidden_size(folder: str | Path) -> int:
+    """Width of the model in a folder."""
+    return load_config(folder).get_text_config().hidden_size
+
+
 def engine_dtype(name: str, device: torch.device) -> torch.dtype:
     """What engines compute in, and so what travels to them; "auto" is bfloat16 on GPUs and float32 on the CPU."""
     if name == "auto":
@@ -242,37 +250,60 @@ def token_logprobs(
     """Log-prob of each target and entropy of each row's distribution, softmax(hidden @ weight.T / temperature).
 
     Holds one [chunk, V] block of logits at a time, forward and backward.  Both outputs have exact gradients for
-    hidden and weight.  Example: logits [2, 1, 0, -1] have entropy 0.9475 at T = 1, 0.4554 at 0.5, 1.1526 at 1.5.
+    hidden and weight.  A weight whose rows are split over the ranks of a group (a DTensor) is used where it lies.
+    Example: logits [2, 1, 0, -1] have entropy 0.9475 at T = 1, 0.4554 at 0.5, 1.1526 at 1.5.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, is {temperature} (greedy samples are scored at 1)")
-    return _TokenLogprobs.apply(hidden, weight, targets.long(), 1.0 / temperature, chunk)
+    group, first = None, 0
+    if isinstance(weight, DTensor):
+        group, num_rows = weight.device_mesh.get_group(), -(-weight.shape[0] // weight.device_mesh.size())
+        weight, first = weight.to_local(), weight.device_mesh.get_local_rank() * num_rows
+    return _TokenLogprobs.apply(hidden, weight, targets.long() - first, 1.0 / temperature, chunk, group)
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """With a group, w has this rank's rows of the whole weight and targets count from its first."""
+
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, h: Tensor, w: Tensor, t: Tensor, inv_temp: float, chunk: int
+        ctx: torch.autograd.function.FunctionCtx,
+        h: Tensor,
+        w: Tensor,
+        t: Tensor,
+        inv_temp: float,
+        chunk: int,
+        group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         exact = _accumulate_dtype(h)
-        logprob, entropy, lse = (torch.empty(len(h), dtype=exact, device=h.device) for _ in range(3))
+        logit, mean, lse = (torch.zeros(len(h), dtype=exact, device=h.device) for _ in range(3))
+        here = (t >= 0) & (t < len(w))
         for a in range(0, len(h), chunk):
             rows = slice(a, a + chunk)
             z = (h[rows] @ w.t()).to(exact).mul_(inv_temp)
             lse[rows] = z.logsumexp(-1)
-            logprob[rows] = z.gather(1, t[rows, None])[:, 0] - lse[rows]
-            entropy[rows] = lse[rows] - torch.linalg.vecdot((z - lse[rows, None]).exp_(), z)
+            logit[rows] = z.gather(1, t[rows, None].clamp(0, len(w) - 1))[:, 0] * here[rows]
+            mean[rows] = torch.linalg.vecdot((z - lse[rows, None]).exp_(), z)  # of the logits, under the policy
+        if group is not None:
+            parts = lse.new_empty(group.size(), len(lse))
+            dist.all_gather(list(parts.unbind()), lse, group=group)
+            mean *= (lse - parts.logsumexp(0)).exp()
+            lse = parts.logsumexp(0)
+            dist.all_reduce(logit, group=group)
+            dist.all_reduce(mean, group=group)
+        entropy = lse - mean
         ctx.save_for_backward(h, w, t, lse, entropy)
-        ctx.inv_temp, ctx.chunk = inv_temp, chunk
+        ctx.inv_temp, ctx.chunk, ctx.group = inv_temp, chunk, group
         ctx.set_materialize_grads(False)
-        return logprob, entropy
+        return logit - lse, entropy
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, d_logprob: Tensor | None, d_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         h, w, t, lse, entropy = ctx.saved_tensors
         exact = _accumulate_dtype(h)
+        here = ((t >= 0) & (t < len(w))).to(exact)
         dh = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         dw = torch.zeros_like(w, dtype=exact) if ctx.needs_input_grad[1] else None
         for a in range(0, len(h), ctx.chunk):
@@ -280,7 +311,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logp = (h[rows] @ w.t()).to(exact).mul_(ctx.inv_temp).sub_(lse[rows, None])
             dz = torch.zeros_like(logp) if d_logprob is None else logp.exp().mul_(-d_logprob[rows, None])
             if d_logprob is not None:  # d logprob_t / dz_j = [j = t] - p_j
-                dz.scatter_add_(1, t[rows, None], d_logprob[rows, None])
+                dz.scatter_add_(1, t[rows, None].clamp(0, len(w) - 1), (d_logprob[rows] * here[rows])[:, None])
             if d_entropy is not None:  # d H / dz_j = -p_j (log p_j + H)
                 dz.addcmul_(logp.exp(), logp.add_(entropy[rows, None]).mul_(d_entropy[rows, None]), value=-1)
             dz = dz.mul_(ctx.inv_temp).to(h.dtype)
@@ -291,7 +322,9 @@ class _TokenLogprobs(torch.autograd.Function):
                     dw.addmm_(dz.t(), h[rows])
                 else:
                     dw += dz.t() @ h[rows]
-        return dh, None if dw is None else dw.to(w.dtype), None, None, None
+        if ctx.group is not None and dh is not None:
+            dist.all_reduce(dh, group=ctx.group)
+        return dh, None if dw is None else dw.to(w.dtype), None, None, None, None
 
 
 def _accumulate_dtype(h: Tensor) -> torch.dtype:

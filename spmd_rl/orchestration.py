@@ -19,6 +19,7 @@ from spmd_rl import checkpoint, envs, packing
 from spmd_rl.config import Config
 from spmd_rl.inference import InferenceRank, work_message
 from spmd_rl.liveness import Liveness
+from spmd_rl.model import hidden_size
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator
 from spmd_rl.orchestrator.report import Report
@@ -48,6 +49,7 @@ async def run_orchestrator(
     loop = asyncio.get_running_loop()
     live.progress("building the engine")
     tokenizer = Tokenizer(config.model.path)
+    width = hidden_size(config.model.path)
     ended: asyncio.Queue[int] = asyncio.Queue()  # ranks that said STOP
     own = None
     if world.rank in world.engine_ranks:
@@ -62,9 +64,9 @@ async def run_orchestrator(
 
     def ship(index: int, packed: Packed, save: bool) -> None:
         """Every trainer its share of the batch, of about equal cost."""
-        parts = packing.split_evenly(np.diff(packed.cu_seqlens).tolist(), len(world.trainer_ranks))
-        for rank, part in zip(world.trainer_ranks, parts, strict=True):
-            share = packing.select(packed, part)
+        shares = packing.shares(packed, world.topology.num_shares, width=width)
+        for rank in world.trainer_ranks:
+            share = shares[world.topology.share_of(rank)]
             words = {"index": index, "save": save, "words": share.words}
             send(rank, Message(Kind.BATCH, words, share.arrays()))
 

@@ -51,6 +51,7 @@ class Packed:
     finished_version: np.ndarray  # [n] int32
     generation_s: np.ndarray  # [n] float64, seconds
     advantage: np.ndarray  # [n] float32, 0 where there is none
+    usable: np.ndarray  # [n] bool, False = trains nothing and is in no denominator
     words: list[dict[str, object]]  # [n], the fields of WORDS
 
     def __len__(self) -> int:
@@ -60,8 +61,8 @@ class Packed:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "words"}
 
 
-def pack(rollouts: Sequence[Rollout], advantages: np.ndarray | None = None) -> Packed:
-    """Concatenate rollouts in the order given; advantages are [n], one a rollout."""
+def pack(rollouts: Sequence[Rollout], advantages: np.ndarray | None = None, usable: np.ndarray | None = None) -> Packed:
+    """Concatenate rollouts in the order given; advantages and usable are [n], one a rollout (None: 0, all)."""
     lengths = [len(r.token_ids) for r in rollouts]
     per_token = {
         name: np.concatenate([getattr(r, name) for r in rollouts]) if rollouts else np.empty(0, dtype)
@@ -71,6 +72,7 @@ def pack(rollouts: Sequence[Rollout], advantages: np.ndarray | None = None) -> P
     return Packed(
         cu_seqlens=np.cumsum([0, *lengths], dtype=np.int64),
         advantage=np.zeros(len(rollouts), np.float32) if advantages is None else np.asarray(advantages, np.float32),
+        usable=np.ones(len(rollouts), np.bool_) if usable is None else np.asarray(usable, np.bool_),
         words=[{name: getattr(r, name) for name in WORDS} for r in rollouts],
         **per_token,
         **per_rollout,
@@ -96,7 +98,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], words: list[dict[str, object]]
     num, total = len(words), len(packed.token_ids)
     cu_seqlens = packed.cu_seqlens
     fits = (
-        all(len(arrays[name]) == num for name in (*PER_ROLLOUT, "advantage"))
+        all(len(arrays[name]) == num for name in (*PER_ROLLOUT, "advantage", "usable"))
         and all(len(arrays[name]) == total for name in PER_TOKEN)
         and len(cu_seqlens) == num + 1
         and cu_seqlens[0] == 0
@@ -157,6 +159,16 @@ def by_segment(packed: Packed) -> Packed:
     return dataclasses.replace(packed, cu_seqlens=cu_seqlens, words=words, **per_rollout)
 
 
+def shares(packed: Packed, num: int, *, width: int) -> list[Packed]:
+    """Rollouts in `num` parts of about equal cost to train; `width` is the model's.
+
+    A token costs a constant and attention to those before it: as much again at 12 · width tokens.
+    """
+    lengths = np.diff(packed.cu_seqlens)
+    costs = lengths * (1 + lengths / (12 * width))
+    return [select(packed, part) for part in split_evenly(costs.tolist(), num)]
+
+
 def select(packed: Packed, indices: Sequence[int]) -> Packed:
     """Some of the rollouts, in the order given."""
     spans = [slice(packed.cu_seqlens[i], packed.cu_seqlens[i + 1]) for i in indices]
@@ -169,5 +181,5 @@ def select(packed: Packed, indices: Sequence[int]) -> Packed:
         cu_seqlens=np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
         words=[packed.words[i] for i in indices],
         **per_token,
-        **{name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, "advantage")},
+        **{name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, "advantage", "usable")},
     )

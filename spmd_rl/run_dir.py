@@ -1,6 +1,6 @@
 """The run directory: where everything that a run leaves behind lies.
 
-    config.toml  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  summary.json
+    config.toml  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  adapter/  summary.json
     curve.png  abandoned/
 
 Knows the names and what a resume moves aside; not what is in the files.
@@ -52,6 +52,10 @@ class RunDir:
     @property
     def curve(self) -> Path:
         return self.path / "curve.png"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
 
     @property
     def summary(self) -> Path:

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 class Topology:
     """The split of one torchrun's ranks.
 
-    Example: 1 inference and 4 trainer ranks with dp_replicate = 2 give the trainer mesh [[1, 2], [3, 4]]
-    (rows = replicas, columns = shards); ranks 1 and 2 hold one whole copy together and are the senders of weights.
+    Example: 1 inference and 4 trainer ranks with dp_replicate = 2 give the trainer mesh [[[1], [2]], [[3], [4]]]
+    (replicas, shards, tensor-parallel ranks); ranks 1 and 2 hold one whole copy together and send its weights.
     """
 
     num_inference: int  # I
     num_trainers: int  # T
-    dp_replicate: int = 1  # copies of the model among the trainers; each is sharded over T / dp_replicate ranks
+    dp_replicate: int = 1  # copies of the model among the trainers; each is on T / dp_replicate ranks
+    tensor_parallel: int = 1  # neighbouring trainer ranks that split every layer
+    context_parallel: int = 1  # neighbours on the shard axis that split the tokens of their rollouts
     engine_on_rank0: bool = True  # False = rank 0 only orchestrates and takes no device
     engine_ranks_each: int = 1  # inference ranks that make one (tensor-parallel) engine
 
@@ -34,6 +36,14 @@ class Topology:
             raise ValueError(
                 f"topology: {self.num_trainers} trainer ranks cannot hold dp_replicate = {self.dp_replicate} equal "
                 "copies; choose a divisor of the number of trainer ranks"
+            )
+        if min(self.tensor_parallel, self.context_parallel) < 1 or (
+            self.num_trainers // self.dp_replicate % (self.tensor_parallel * self.context_parallel)
+        ):
+            raise ValueError(
+                f"topology: {self.num_trainers // self.dp_replicate} trainer ranks for one copy cannot be "
+                f"tensor_parallel = {self.tensor_parallel} times context_parallel = {self.context_parallel}: "
+                "choose divisors"
             )
         if not self.engine_ranks:
             raise ValueError("topology: engine_on_rank0 = false leaves no engine with 1 inference rank; use 2 or more")
@@ -68,15 +78,37 @@ class Topology:
         return tuple(self.engine_ranks[start : start + each] for start in range(0, len(self.engine_ranks), each))
 
     @property
-    def mesh(self) -> tuple[tuple[int, ...], ...]:
-        """Trainer ranks as [dp_replicate][dp_shard]."""
-        shards = self.num_trainers // self.dp_replicate
-        return tuple(self.trainer_ranks[row * shards : (row + 1) * shards] for row in range(self.dp_replicate))
+    def mesh(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Trainer ranks as [dp_replicate][dp_shard][tp]."""
+        each, ranks = self.tensor_parallel, self.trainer_ranks
+        blocks = tuple(ranks[start : start + each] for start in range(0, len(ranks), each))
+        shards = len(blocks) // self.dp_replicate
+        return tuple(blocks[row * shards : (row + 1) * shards] for row in range(self.dp_replicate))
+
+    @property
+    def context_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Trainer ranks that share the tokens of their rollouts."""
+        each = self.context_parallel
+        return tuple(
+            tuple(block[i] for block in row[start : start + each])
+            for row in self.mesh
+            for start in range(0, len(row), each)
+            for i in range(self.tensor_parallel)
+        )
+
+    @property
+    def num_shares(self) -> int:
+        """Parts that a batch is split into among the trainer ranks."""
+        return self.num_trainers // self.tensor_parallel // self.context_parallel
+
+    def share_of(self, rank: int) -> int:
+        """Which part of a batch a trainer rank trains."""
+        return (rank - self.num_inference) // self.tensor_parallel // self.context_parallel
 
     @property
     def sender_ranks(self) -> tuple[int, ...]:
-        """Trainer ranks that together hold one copy of the weights: dp_replicate index 0."""
-        return self.mesh[0]
+        """Trainer ranks that together send one copy of the weights: dp_replicate index 0, tp index 0."""
+        return tuple(block[0] for block in self.mesh[0])
 
     def role(self, rank: int) -> str:
         return "inference" if rank < self.num_inference else "trainer"

@@ -54,6 +54,8 @@ def train(config: Config, name: str) -> None:
         num_inference=config.topology.inference,
         num_trainers=config.topology.trainer,
         dp_replicate=config.topology.dp_replicate,
+        tensor_parallel=config.topology.tensor_parallel,
+        context_parallel=config.topology.context_parallel,
         engine_on_rank0=config.inference.engine_on_rank0,
     )
     try:

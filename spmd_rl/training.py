@@ -14,16 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from spmd_rl import checkpoint, packing
 from spmd_rl.config import Config
 from spmd_rl.liveness import Liveness
-from spmd_rl.losses import LOSSES
-from spmd_rl.model import build, engine_dtype
+from spmd_rl.make_trainer import make_trainer
+from spmd_rl.model import engine_dtype
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
-from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.weight_layout import manifest
 from spmd_rl.weight_sync import WeightSender
@@ -34,29 +32,14 @@ class TrainerRank:
     """One rank's share of the trainer.  All trainer ranks call its methods together."""
 
     def __init__(self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, outbox: Outbox) -> None:
-        settings = config.trainer
         self._world, self._config, self._run_dir, self._live, self._outbox = world, config, run_dir, live, outbox
         self.version = 0
         self._probe: list[np.ndarray] = []
         self._written = threading.Event()  # the newest checkpoint, if any, is on disk and rank 0 was told
         self._written.set()
         live.progress("loading the model")
-        self._trainer = Trainer(
-            model=build(config.model.path, device=world.device, dtype=torch.float32, weights=True),
-            mesh=world.mesh,
-            group=world.train,
-            device=world.device,
-            loss=LOSSES[settings.loss](
-                clip_low=settings.clip_low, clip_high=settings.clip_high, importance_cap=settings.importance_cap
-            ),
-            learning_rate=settings.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            warmup_steps=settings.warmup_steps,
-            grad_clip=settings.grad_clip,
-            micro_batch_tokens=settings.micro_batch_tokens,
-            temperature=config.rollout.temperature,
-            activation_checkpointing=settings.activation_checkpointing,
+        self._trainer = make_trainer(
+            config, device=world.device, mesh=world.mesh, group=world.train, context=world.context
         )
         self._sender = self._make_sender() if world.rank in world.sender_ranks else None
 
@@ -70,6 +53,7 @@ class TrainerRank:
     def publish(self) -> float:
         """Send the weights of this version; the seconds that the trainer was held."""
         self._live.progress(f"publishing weights {self.version}")
+        self._trainer.models.refresh()
         return self._sender.publish(self.version) if self._sender else 0.0
 
     def handle(self, message: Message, waited_s: float) -> None:
@@ -84,7 +68,10 @@ class TrainerRank:
         """The model as a Hugging Face folder, the last checkpoint; then the engines learn that this is the end."""
         if export:
             self._live.progress("exporting the model")
-            self._trainer.export(self._run_dir.model, Path(self._config.model.path))
+            source = Path(self._config.model.path)
+            self._trainer.export(self._run_dir.model, source)
+            if self._config.lora.rank:
+                self._trainer.export_adapter(self._run_dir.adapter, source)
         self._save(final=True)
         self._saved()
         if self._sender:
@@ -98,7 +85,13 @@ class TrainerRank:
         self._live.progress(f"training batch {index}")
         start = time.monotonic()
         share = packing.by_segment(packing.from_arrays(message.arrays, message.words["words"]))
-        metrics = {f"trainer/{name}": value for name, value in self._trainer.step(share, index).items()}
+        try:
+            stepped = self._trainer.step(share, index)
+        except RuntimeError as error:
+            error.add_note(f"the batch is {self._run_dir.batches / f'step_{index}.safetensors'}")
+            error.add_note(f"python -m spmd_rl replay {self._run_dir.path} --step {index}")
+            raise
+        metrics = {f"trainer/{name}": value for name, value in stepped.items()}
         self.version += 1
         metrics["trainer/hold_s"] = self.publish()
         metrics["trainer/step_s"] = time.monotonic() - start
@@ -136,7 +129,7 @@ class TrainerRank:
         self._outbox.put(Message(kind, {"version": self.version, **words}))
 
     def _make_sender(self) -> WeightSender:
-        world, parameters = self._world, self._trainer.named_parameters()
+        world, parameters = self._world, self._trainer.models.named_parameters()
         return WeightSender(
             parameters=parameters,
             specs=manifest(parameters, dtype=engine_dtype(self._config.model.dtype, world.device)),

@@ -153,6 +153,12 @@ class Rollout:
         """Tokens under the loss mask."""
         return int(self.loss_mask.sum())
 
+    @property
+    def longest_turn(self) -> int:
+        """Most tokens in a row under the loss mask."""
+        edges = np.flatnonzero(np.diff(np.r_[False, self.loss_mask, False]))
+        return int((edges[1::2] - edges[::2]).max(initial=0))
+
     @cached_property
     def num_sampled(self) -> int:
         """Tokens that the live policy sampled for it: what the token ledger counts."""

@@ -74,7 +74,8 @@ class World:
     bar: ProcessGroup
     ckpt: ProcessGroup | None
     train: ProcessGroup | None
-    mesh: DeviceMesh | None  # dims ("dp_replicate", "dp_shard")
+    mesh: DeviceMesh | None  # axes ("dp_replicate", "dp_shard"), and "tp" where layers are split
+    context: ProcessGroup | None  # trainers that share the tokens of their rollouts; None: nobody else
     wts_meta: dict[int, ProcessGroup]  # by sender rank
     wts: dict[int, ProcessGroup]
     engine_group: ProcessGroup | None
@@ -93,7 +94,9 @@ class World:
     def describe(self) -> str:
         """The start line: who is where and what moves how."""
         hosts = sorted({place.host for place in self.places})
-        shards = len(self.sender_ranks)
+        split = self.topology
+        tp, cp = split.tensor_parallel, split.context_parallel
+        also = "".join(f" x {name} {n}" for name, n in (("tp", tp), ("cp (of dp_shard)", cp)) if n > 1)
         sharing = _shared_devices(self.places, self.engine_ranks + self.trainer_ranks)
         weights = self.backends["weights"]
         if weights == "gloo" and any(place.name != "cpu" for place in self.places):
@@ -101,8 +104,8 @@ class World:
         parts = [
             f"{self.world_size} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}",
             f"inference {_span(self.inference_ranks)} (engine on {_span(self.engine_ranks)})",
-            f"trainers {_span(self.trainer_ranks)} (dp_replicate {len(self.trainer_ranks) // shards} x dp_shard "
-            f"{shards})",
+            f"trainers {_span(self.trainer_ranks)} (dp_replicate {split.dp_replicate} x dp_shard "
+            f"{len(self.sender_ranks)}{also})",
             "devices " + " ".join(place.name for place in self.places),
             f"trainer mesh {self.backends['train']}, weights {weights}, control gloo",
         ]
@@ -118,6 +121,8 @@ def join(
     num_inference: int,
     num_trainers: int,
     dp_replicate: int = 1,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
     engine_on_rank0: bool = True,
     engine_ranks_each: int = 1,
     start_timeout_s: float = 300.0,  # how long ranks wait for each other until the last group is made
@@ -127,6 +132,8 @@ def join(
         num_inference=num_inference,
         num_trainers=num_trainers,
         dp_replicate=dp_replicate,
+        tensor_parallel=tensor_parallel,
+        context_parallel=context_parallel,
         engine_on_rank0=engine_on_rank0,
         engine_ranks_each=engine_ranks_each,
     )
@@ -158,18 +165,29 @@ def join(
     ckpt = group(trainers, "gloo", _COLLECTIVE)
     wts_meta = {sender: group((sender, *engines), "gloo", _IDLE) for sender in senders}
     wts = {sender: group((sender, *engines), backends["weights"], _IDLE) for sender in senders}
-    columns = tuple(zip(*topology.mesh, strict=True))
-    replicas = [group(column, backends["train"], _COLLECTIVE) for column in columns]
-    shards = [group(row, backends["train"], _COLLECTIVE) for row in topology.mesh]
-    train = group(trainers, backends["train"], _COLLECTIVE) if len(topology.mesh) > 1 else shards[0]
+    ranks = torch.tensor(topology.mesh, dtype=torch.int)  # [dp_replicate, dp_shard, tp]
+    axes = ("dp_replicate", "dp_shard", "tp") if tensor_parallel > 1 else ("dp_replicate", "dp_shard")
+
+    def along(axis: int) -> ProcessGroup | None:
+        """This rank's group of those that differ in one index only."""
+        lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+        made = [group(tuple(line), backends["train"], _COLLECTIVE) for line in lines]
+        return next((line for line in made if line is not None), None)
+
+    mesh_groups = [along(axis) for axis in range(len(axes))]
+    only_shards = dp_replicate == tensor_parallel == 1
+    train = mesh_groups[1] if only_shards else group(trainers, backends["train"], _COLLECTIVE)
+    contexts = [
+        group(members, backends["train"], _COLLECTIVE) for members in topology.context_groups if len(members) > 1
+    ]
     engine_groups = [group(members, backends["engine"], _IDLE) for members in topology.engines]
     mesh = None
     if rank in trainers:
         mesh = DeviceMesh.from_group(
-            [next(made for made in axis if made is not None) for axis in (replicas, shards)],
+            mesh_groups,
             device.type,
-            mesh=torch.tensor(topology.mesh, dtype=torch.int),
-            mesh_dim_names=("dp_replicate", "dp_shard"),
+            mesh=ranks if len(axes) == 3 else ranks[..., 0],
+            mesh_dim_names=axes,
         )
     assert ctl is not None and bar is not None
     return World(
@@ -191,6 +209,7 @@ def join(
         ckpt=ckpt,
         train=train,
         mesh=mesh,
+        context=next((made for made in contexts if made is not None), None),
         wts_meta={sender: made for sender, made in wts_meta.items() if made is not None},
         wts={sender: made for sender, made in wts.items() if made is not None},
         engine_group=next((made for made in engine_groups if made is not None), None),

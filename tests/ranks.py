@@ -51,6 +51,8 @@ def run_worlds(
     num_trainers: int,
     *args: Any,
     dp_replicate: int = 1,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
     engine_on_rank0: bool = True,
     timeout_s: float = 60.0,
 ) -> list[Any]:
@@ -59,6 +61,8 @@ def run_worlds(
         "num_inference": num_inference,
         "num_trainers": num_trainers,
         "dp_replicate": dp_replicate,
+        "tensor_parallel": tensor_parallel,
+        "context_parallel": context_parallel,
         "engine_on_rank0": engine_on_rank0,
     }
     return _run(_with_world, fn, num_inference + num_trainers, args, topology, timeout_s)

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from spmd_rl import batch_log
-from spmd_rl.advantages import ADVANTAGES
+from spmd_rl.advantages import ADVANTAGES, Stage, overlong_penalty
 from spmd_rl.config import Config
 from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator import state as saved_state
@@ -128,14 +128,23 @@ class Orchestrator:
             cancel=self._cancel,
         )
         advantage = ADVANTAGES[trainer.advantage]
+
+        def scaled(stage: Stage) -> Stage:
+            return lambda values, usable: trainer.advantage_scale * stage(values, usable)
+
         self.sink = TrainSink(
             batch_size=rollout.batch_size,
             group_size=rollout.group_size,
-            advantages=lambda rewards, usable: trainer.advantage_scale * advantage(rewards, usable),
+            advantages=advantage.of_group if advantage.of_batch else scaled(advantage.of_group),
+            batch_advantages=advantage.of_batch and scaled(advantage.of_batch),
             order=make_order(staleness.order, staleness.window),
             bound=config.age_bound,
             over_age=staleness.over_age,
             filters={"zero_spread": zero_spread} if trainer.filter_zero_spread else {},
+            trains=lambda r: not (trainer.mask_truncated and r.finish_reason == "length"),
+            shaped_reward=lambda r: (
+                r.reward + overlong_penalty(r.longest_turn, longest=rollout.max_tokens, buffer=trainer.overlong_buffer)
+            ),
             max_empty_batches=trainer.max_empty_batches,
         )
         self.ledger = Ledger()
@@ -345,7 +354,7 @@ class Orchestrator:
             values["admission/used"] = self.path.used_slots(index)
             values["time/parked_s"] = await self.hold.wait(index)
             self._values[index + 1] = values
-            packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch)
+            packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch, self.sink.usable)
             if not self._probe and self._config.run.probe_every:
                 self._probe = make_probe(batch.rollouts)
                 self._links.probe(self._probe)

@@ -1,9 +1,9 @@
 """Finished groups in, batches of exactly B rollouts out.
 
 `add` judges a group: advantages over its usable members, then the filters.  A group that is kept waits for its batch;
-any other is given up whole.  A member that failed or is oversized is not usable: it trains nothing (advantage 0), but
-its slot is consumed with its group.  `next_batch(n)` forms batch n from the groups that come next under the order, or
-says None: not yet.  Batches are sorted by ticket.
+any other is given up whole.  A member that failed or is oversized is not usable: it trains nothing and moves nothing,
+but its slot is consumed with its group.  `next_batch(n)` forms batch n from the groups that come next under the order,
+or says None: not yet.  Batches are sorted by ticket.
 
 With a cap M enforced by waiting, batch n is formed only if afterwards, for every d >= n, the unconsumed slots due by d
 (oldest version + M; while running, admission version + M) number at most (d - n)·B; groups needed for that go first.
@@ -53,6 +53,9 @@ class TrainSink:
         batch_size: int,
         group_size: int,
         advantages: Callable[[np.ndarray, np.ndarray], np.ndarray],  # rewards [k], usable [k] bool -> [k] float32
+        batch_advantages: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,  # the same over a whole batch
+        shaped_reward: Callable[[Rollout], float] = lambda rollout: rollout.reward,  # what advantages are made of
+        trains: Callable[[Rollout], bool] = lambda rollout: True,  # False: the rollout is not usable
         order: Order,
         bound: Bound,
         over_age: str = "wait",  # "wait" | "drop"; read where the bound has a cap
@@ -64,7 +67,8 @@ class TrainSink:
             raise ValueError(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}")
         self.batch_size, self.group_size, self.bound = batch_size, group_size, bound
         self.verdicts: Counter[str] = Counter()  # groups by verdict
-        self._advantages, self._order = advantages, order
+        self._advantages, self._batch_advantages, self._order = advantages, batch_advantages, order
+        self._shaped_reward, self._trains = shaped_reward, trains
         self._filters = {"zero_spread": zero_spread} if filters is None else dict(filters)
         self._max_rollout_tokens, self._max_empty_batches = max_rollout_tokens, max_empty_batches
         self._wait = bound.cap is not None and over_age == "wait"
@@ -96,7 +100,8 @@ class TrainSink:
     def usable(self, rollout: Rollout) -> bool:
         """Whether it has something to train."""
         most = self._max_rollout_tokens
-        return not rollout.failed and rollout.num_trainable > 0 and (most is None or len(rollout.token_ids) <= most)
+        fits = most is None or len(rollout.token_ids) <= most
+        return not rollout.failed and rollout.num_trainable > 0 and fits and self._trains(rollout)
 
     def admitted(self, work: GroupWork) -> None:
         """A group was admitted (or is running again after a resume): in order of tickets."""
@@ -120,12 +125,12 @@ class TrainSink:
         verdict = self._judge(group, usable, oldest)
         self.verdicts[verdict] += 1
         if verdict == KEPT:
-            rewards = np.array([r.reward for r in group.rollouts], np.float64)
+            rewards = np.array([self._shaped_reward(r) for r in group.rollouts], np.float64)
             group.advantages = np.where(usable, self._advantages(rewards, usable), 0).astype(np.float32)
             self._keep(group, oldest)
         else:
             self._order.gone(group.first_ticket)
-        if verdict != KEPT or not group.advantages.any():
+        if verdict != KEPT or (self._batch_advantages is None and not group.advantages.any()):
             if verdict != "over_age":
                 self._barren.add(group, verdict)
                 self._guard()
@@ -153,11 +158,12 @@ class TrainSink:
                     self._due[oldest + self.bound.cap] -= self.group_size
                     self._due_finished[oldest + self.bound.cap] -= self.group_size
             groups.sort(key=lambda group: group.first_ticket)
-            batch = Batch(
-                index=index,
-                rollouts=[rollout for group in groups for rollout in group.rollouts],
-                advantages=np.concatenate([group.advantages for group in groups]),
-            )
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            advantages = np.concatenate([group.advantages for group in groups])
+            if self._batch_advantages is not None:
+                usable = np.fromiter(map(self.usable, rollouts), np.bool_, len(rollouts))
+                advantages = self._batch_advantages(advantages, usable)
+            batch = Batch(index=index, rollouts=rollouts, advantages=advantages)
         self._assert_consumable(batch)
         self._next_index = index + 1
         return batch

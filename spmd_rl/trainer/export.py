@@ -8,34 +8,53 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from spmd_rl.folders import written_aside
+from spmd_rl.trainer.lora import Lora, write_adapter
+from spmd_rl.trainer.optimizer import whole
 from spmd_rl.trainer.ranks import TrainerRanks
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}
 
 
-def export(model: nn.Module, ranks: TrainerRanks, *, folder: Path, source: Path, dtype: torch.dtype | None) -> None:
+def export(
+    parameters: Mapping[str, Tensor], ranks: TrainerRanks, *, folder: Path, source: Path, dtype: torch.dtype | None
+) -> None:
     """Write `folder`, complete or not at all; returns on every rank when it is there.
 
     All files of `source` but its weights come along: configs, tokenizer, chat template.  dtype None keeps the precision
     that is trained in.  Tied parameters are written once.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        whole = parameter.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        if ranks.index == 0:
-            tensors[name] = whole.to("cpu", dtype or whole.dtype).contiguous()
+    tensors = _gathered(parameters, ranks, dtype)
     if tensors:
         _write(tensors, Path(folder), Path(source))
     ranks.barrier()
+
+
+def export_adapter(
+    parameters: Mapping[str, Tensor], ranks: TrainerRanks, *, folder: Path, lora: Lora, base: str
+) -> None:
+    """Write the additions of LoRA alone, in the form of PEFT."""
+    tensors = _gathered(parameters, ranks, None)
+    if tensors:
+        write_adapter(Path(folder), tensors, lora, base)
+    ranks.barrier()
+
+
+def _gathered(parameters: Mapping[str, Tensor], ranks: TrainerRanks, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Whole and on the CPU on the first rank, empty on the others."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        full = whole(parameter.detach())
+        if ranks.index == 0:
+            tensors[name] = full.to("cpu", dtype or full.dtype).contiguous()
+    return tensors
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, source: Path) -> None:

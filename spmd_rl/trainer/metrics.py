@@ -1,18 +1,23 @@
 """What one step reports: sums over micro-batches on the device, then once over the ranks, then means.
 
-Promises true means (sum over all tokens of all ranks, in float64, divided by their number) and true maxima, the same
-dict on every rank.  Knows nothing of models.  The names:
+Promises true means (sum over all tokens of all ranks, in float64, divided by their number), true maxima and
+percentiles of all tokens (to 1%: counted in bins of the logarithm), the same dict on every rank.  Knows nothing of
+models.  The names:
 
 | name | meaning |
 |---|---|
-| `loss` | objective summed over the loss tokens / number of loss tokens |
+| `loss` | objective summed over the batch / its denominator |
 | `entropy` | of the current policy at the sampling temperature |
-| `ratio_mean`, `ratio_max` | current / proximal (ppo: current / behavior) |
+| `ratio_mean`, `ratio_max` | current / anchor: proximal (decoupled, gspo), behavior (ppo, cispo) |
 | `clip_share` | share of tokens whose gradient (cispo: whose weight) was clipped |
-| `importance_mean`, `importance_max`, `importance_capped_share` | correction for behavior, before its cap |
+| `importance_mean`, `_max`, `_p1`, `_p50`, `_p99` | what its bounds judge: proximal (reinforce: current) / behavior |
+| `importance_capped_share` | share of tokens outside those bounds |
+| `rejected_share` | share of tokens in sequences that were dropped |
 | `kl_behavior_proximal` | k3 estimate: how far the data is off-policy, in nats per token |
-| `mismatch_kl`, `mismatch_tokens` | the same over the tokens that the trained version sampled; left out if none |
-| `tokens` | loss tokens: the denominator, summed over optimizer steps |
+| `kl_reference` | the chosen estimate of KL(current, reference); 0 without a reference |
+| `mismatch_kl`, `mismatch_tokens` | k3 over the tokens that the trained version sampled; left out if none |
+| `value_loss`, `value_mean` | of the critic; left out without one |
+| `tokens` | loss tokens of the batch, summed over epochs |
 | `computed_tokens` | those whose log-prob was computed (a sequence with advantage 0 is skipped) |
 | `input_tokens` | tokens that went through the body |
 | `num_microbatches` | forwards with backward, of the rank with the most |
@@ -23,7 +28,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.losses import LossSums, Rows, k3
+from spmd_rl.objective import Sums
+from spmd_rl.objective.losses import LOG_RATIO_BOUND, Rows, k3
 from spmd_rl.trainer.ranks import TrainerRanks
 
 MEANS = (
@@ -32,21 +38,37 @@ MEANS = (
     "clip_share",
     "importance_mean",
     "importance_capped_share",
+    "rejected_share",
     "kl_behavior_proximal",
+    "kl_reference",
 )
+CRITIC_MEANS = ("value_loss", "value_mean")
 COUNTS = ("computed_tokens", "input_tokens", "mismatch_tokens")
 MAXIMA = ("ratio_max", "importance_max")
-_SUMS = (*MEANS, *COUNTS, "loss", "mismatch_kl")
+PERCENTILES = (1, 50, 99)
+_SUMS = (*MEANS, *CRITIC_MEANS, *COUNTS, "loss", "mismatch_kl")
+_BIN = 0.01  # of the log importance weight
 
 
 class Totals:
     """Sums and maxima of this rank's micro-batches; nothing leaves the device before `reduce`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, critic: bool) -> None:
         self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
+        self.bins = torch.zeros(round(2 * LOG_RATIO_BOUND / _BIN) + 1, dtype=torch.float64, device=device)
+        self._critic = critic
 
-    def add(self, result: LossSums, rows: Rows, entropy: Tensor, on_version: Tensor, num_inputs: int) -> None:
+    def add(
+        self,
+        result: Sums,
+        rows: Rows,
+        entropy: Tensor,
+        on_version: Tensor,
+        num_inputs: int,
+        values: Tensor | None = None,
+        value_losses: Tensor | None = None,
+    ) -> None:
         """One micro-batch; `on_version [N] bool` marks tokens sampled by the version that is trained."""
         kl = k3(rows.behavior, rows.proximal.detach()).double()
         sums = {
@@ -58,20 +80,35 @@ class Totals:
             "mismatch_tokens": on_version.sum(),
             "computed_tokens": len(kl),
             "input_tokens": num_inputs,
+            "value_loss": 0.0 if value_losses is None else value_losses.detach().sum(dtype=torch.float64),
+            "value_mean": 0.0 if values is None else values.detach().sum(dtype=torch.float64),
         }
         device = self.sums.device
         self.sums += torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=device) for name in _SUMS])
         maxima = torch.stack([result.maxima[name].double() for name in MAXIMA])
         self.maxima = torch.maximum(self.maxima, maxima)
+        places = ((result.importance.log() + LOG_RATIO_BOUND) / _BIN).round().nan_to_num().long()
+        self.bins += torch.bincount(places.clamp(0, len(self.bins) - 1), minlength=len(self.bins))
 
-    def reduce(self, ranks: TrainerRanks, num_tokens: int) -> dict[str, float]:
-        """Means, counts and maxima over all ranks; `num_tokens` is the global number of loss tokens."""
-        sums = dict(zip(_SUMS, ranks.sum(self.sums.clone()).tolist(), strict=True))
+    def reduce(self, ranks: TrainerRanks, num_tokens: int, denominator: float) -> dict[str, float]:
+        """Means, counts and maxima over all ranks; the last two arguments are global."""
+        both = ranks.total(torch.cat([self.sums, self.bins]))
+        sums = dict(zip(_SUMS, both[: len(_SUMS)].tolist(), strict=True))
         maxima = dict(zip(MAXIMA, ranks.max(self.maxima.clone()).tolist(), strict=True))
         computed = max(sums["computed_tokens"], 1.0)
-        metrics = {"loss": sums["loss"] / max(num_tokens, 1), "tokens": float(num_tokens)}
-        metrics |= {name: sums[name] / computed for name in MEANS}
+        metrics = {"loss": sums["loss"] / denominator if denominator else 0.0, "tokens": float(num_tokens)}
+        metrics |= {name: sums[name] / computed for name in (*MEANS, *(CRITIC_MEANS if self._critic else ()))}
         metrics |= {name: sums[name] for name in COUNTS} | maxima
+        metrics |= {f"importance_p{p}": _percentile(both[len(_SUMS) :], p) for p in PERCENTILES}
         if sums["mismatch_tokens"]:
             metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["mismatch_tokens"]
         return metrics
+
+
+def _percentile(bins: Tensor, percent: int) -> float:
+    """Of a histogram over log weights: the middle of the bin that holds it; 0 where nothing was counted."""
+    below = bins.cumsum(0)
+    if not below[-1]:
+        return 0.0
+    place = int(torch.searchsorted(below, below[-1] * percent / 100))
+    return float(torch.tensor(place * _BIN - LOG_RATIO_BOUND, dtype=torch.float64).exp())

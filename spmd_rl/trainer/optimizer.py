@@ -5,7 +5,8 @@ Knows nothing of losses or batches; the norm is a collective of the trainer rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +16,34 @@ from spmd_rl.trainer.ranks import TrainerRanks
 
 
 def adamw(
-    parameters: Iterable[nn.Parameter], *, learning_rate: float, betas: tuple[float, float], weight_decay: float
-) -> torch.optim.AdamW:
-    """AdamW whose moments exist from the start, so that a checkpoint of step 0 is one of step 0.
+    parts: Sequence[tuple[Iterable[nn.Parameter], float]],  # parameters with their learning rate
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> tuple[torch.optim.AdamW, list[float]]:
+    """AdamW whose moments exist from the start, and the learning rate of each of its groups after warm-up.
 
     Weight decay only on matrices.  (torch's state-dict helper would otherwise take an empty step to create the moments
-    and save them with a step count of 1.)
+    and save them with a step count of 1, so that a checkpoint of step 0 were not one of step 0.)
     """
-    chosen = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in chosen if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in chosen if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True)
-    for p in chosen:
-        optimizer.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=p.device),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
-    return optimizer
+    groups, rates = [], []
+    for parameters, rate in parts:
+        chosen = [p for p in parameters if p.requires_grad]
+        alike: dict[object, list[nn.Parameter]] = {}  # the fused kernel takes tensors of one mesh at a time
+        for p in chosen:
+            alike.setdefault((p.ndim >= 2, getattr(p, "device_mesh", None)), []).append(p)
+        for (is_matrix, _), some in alike.items():
+            groups.append({"params": some, "weight_decay": weight_decay if is_matrix else 0.0, "lr": rate})
+            rates.append(rate)
+    optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
+    for group in groups:
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+    return optimizer, rates
 
 
 def warmed_up(learning_rate: float, num_steps: int, warmup_steps: int) -> float:
@@ -45,22 +54,33 @@ def warmed_up(learning_rate: float, num_steps: int, warmup_steps: int) -> float:
     return learning_rate * min(1.0, (num_steps + 1) / max(warmup_steps, 1))
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's shard of each gradient; writing to it writes the gradient."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def square_sum(
-    gradients: Iterable[Tensor], ranks: TrainerRanks, num_replicas: int, beside: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sum of squares over all shards, in float64 (in float32 it would depend on the sharding), and the sum of `beside`.
+def whole(tensor: Tensor) -> Tensor:
+    """All of it; a collective of the ranks that hold it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    Each of the `num_replicas` replicas holds the same gradient and contributes its part.
+
+def square_sum(tensors: Iterable[Tensor], ranks: TrainerRanks) -> Tensor:
+    """What this rank adds to the sum of squares over all shards, in float64: a float32 sum depends on the sharding.
+
+    A tensor that several ranks hold the same part of is contributed by each of them in equal parts.
     """
     mine = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for g in gradients:
-        if g.numel():
-            mine += torch.linalg.vector_norm(g, dtype=torch.float64).square()
-    both = ranks.sum(torch.stack([mine / num_replicas, beside.double()]))
-    return both[0], both[1]
+    for tensor in tensors:
+        shard = local(tensor)
+        if shard.numel():
+            square = torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+            mine += square.to(ranks.device) / (ranks.num / _num_parts(tensor))
+    return mine
+
+
+def _num_parts(tensor: Tensor) -> int:
+    """Of how many ranks it takes the shards to make it whole."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = [tensor.device_mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
+    return math.prod(sizes)

@@ -11,19 +11,28 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.model import head_weight, hidden_states, token_logprobs
+from spmd_rl.trainer.context_parallel import Stretch, split_hidden_states, together
 
 
 class LogProbs(nn.Module):
-    """Body, then chunked log-probs and entropies of chosen rows."""
+    """Body, then chunked log-probs and entropies of chosen rows, and their values where there is a value head."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        value_head: nn.Linear | None = None,
+        context: ProcessGroup | None = None,  # ranks that share the tokens of a micro-batch
+    ) -> None:
         super().__init__()
         self.model = model
+        self.value_head = value_head
+        self.context = context
 
     def forward(
         self,
@@ -32,9 +41,55 @@ class LogProbs(nn.Module):
         rows: Tensor,  # [N] int64, whose next token is the target
         targets: Tensor,  # [N] int64
         temperature: float,
-    ) -> tuple[Tensor, Tensor]:  # [N] log-probs, [N] entropies, float32
-        hidden = hidden_states(self.model, token_ids, cu_seqlens)
-        return token_logprobs(hidden.index_select(0, rows), head_weight(self.model), targets, temperature)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # [N] log-probs, [N] entropies, [N] values, float32
+        hidden, places = _rows(self.model, token_ids, cu_seqlens, rows, self.context)
+        mine = targets if places is None else targets[places]
+        logprobs, entropy = token_logprobs(hidden, head_weight(self.model), mine, temperature)
+        values = None if self.value_head is None else self.value_head(hidden)[:, 0].float()
+        if places is not None:
+            logprobs, entropy = (together(x, places, len(rows), self.context) for x in (logprobs, entropy))
+            values = None if values is None else together(values, places, len(rows), self.context)
+        return logprobs, entropy, values
+
+
+class Values(nn.Module):
+    """A body of its own with a value head in place of the language model's."""
+
+    def __init__(self, model: nn.Module, value_head: nn.Linear, context: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.body = model.base_model
+        self.value_head = value_head
+        self.context = context
+        self._model = [model]  # in a list, so that its head is no part of this module
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model[0]
+
+    def forward(self, token_ids: Tensor, cu_seqlens: list[int], rows: Tensor) -> Tensor:  # [N] float32
+        hidden, places = _rows(self.model, token_ids, cu_seqlens, rows, self.context)
+        values = self.value_head(hidden)[:, 0].float()
+        return values if places is None else together(values, places, len(rows), self.context)
+
+
+def _rows(
+    model: nn.Module, token_ids: Tensor, cu_seqlens: list[int], rows: Tensor, context: ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states of the rows that this rank computes, and which of them those are (None: all)."""
+    if context is None:
+        return hidden_states(model, token_ids, cu_seqlens).index_select(0, rows), None
+    stretch = Stretch(len(token_ids), context)
+    places = stretch.rows(rows)
+    hidden = split_hidden_states(model, token_ids, cu_seqlens, stretch)
+    return hidden.index_select(0, rows[places] - stretch.first), places
+
+
+def value_head(model: nn.Module) -> nn.Linear:
+    """Zeros, so that a critic starts by expecting nothing."""
+    weight = head_weight(model)
+    head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
+    nn.init.zeros_(head.weight)
+    return head
 
 
 def recompute_layers(model: nn.Module) -> None:
@@ -43,22 +98,31 @@ def recompute_layers(model: nn.Module) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def shard(policy: LogProbs, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def shard(
+    policy: LogProbs | Values,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    cpu_offload: bool = False,
+) -> None:
     """fully_shard on each decoder layer and on the root, in place.
 
     Parameters, gradients and their reduction stay in the model's dtype (float32); layers compute in `compute_dtype`.
-    The root (embedding, head, last norm) stays gathered between forward and backward.
+    The root (embedding, head, last norm) stays gathered between forward and backward.  cpu_offload keeps shards,
+    gradients and so the optimizer in host memory.
     """
-    if mesh["dp_replicate"].size() == 1:
-        mesh = mesh["dp_shard"]
+    mesh = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
     master = next(policy.parameters()).dtype
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == master else compute_dtype,
         reduce_dtype=None if compute_dtype == master else master,
     )
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     for layer in policy.model.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(layer, **settings, reshard_after_forward=reshard_after_forward)
+    fully_shard(policy, **settings, reshard_after_forward=False)
 
 
 def reshard(policy: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """The training step: a share of a batch in, new weights and the batch's metrics out.
 
-Given a model of `spmd_rl.model` in its master precision, the mesh of the trainer ranks (None: this process alone) and
-plain settings.  Promises: the same update whatever the number of ranks and micro-batches, since every optimizer step
-has one global token denominator; ranks with nothing to do take part; no optimizer step from a non-finite loss or
-gradient, nor from a batch without a loss token.  All public methods are collectives of all trainer ranks.
+Given the models of a rank, the group of the trainer ranks (None: this process alone) and plain settings.  Promises:
+the same update whatever the number of ranks and micro-batches, since every optimizer step has one global denominator;
+ranks with nothing to do take part; no optimizer step from a non-finite loss, gradient or weight, nor from a batch whose
+denominator is 0.  All public methods are collectives of all trainer ranks.
 
 Knows nothing of queues, versions other than the number it is told, engines, or how weights travel.
 """
@@ -12,38 +12,68 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from spmd_rl.losses import Loss, LossSums, Rows
-from spmd_rl.trainer.export import export
+from spmd_rl.objective import Objective, Sums
+from spmd_rl.objective.losses import Rows
+from spmd_rl.trainer.critic import Credit, Credited, credit, standardize, value_losses
+from spmd_rl.trainer.export import export, export_adapter
+from spmd_rl.trainer.flops import Flops, peak_memory_bytes
 from spmd_rl.trainer.metrics import Totals
-from spmd_rl.trainer.microbatch import STAND_IN, MicroBatch, Minibatch, Share, cut
-from spmd_rl.trainer.optimizer import adamw, local_gradients, square_sum, warmed_up
+from spmd_rl.trainer.microbatch import STAND_IN, Aggregation, MicroBatch, Minibatch, Share, cut
+from spmd_rl.trainer.models import Models
+from spmd_rl.trainer.optimizer import adamw, local, square_sum, warmed_up
+from spmd_rl.trainer.proximal import loglinear
 from spmd_rl.trainer.ranks import TrainerRanks
-from spmd_rl.trainer.sharding import LogProbs, recompute_layers, reshard, shard
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Start:
+    """What is computed of a micro-batch before the first optimizer step of its batch."""
+
+    proximal: Tensor | None = None  # [N]; None: from the current log-probs
+    reference: Tensor | None = None  # [N]
+    credited: Credited | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Work:
+    """One minibatch as all ranks agreed on it: as many micro-batches everywhere."""
+
+    micro_batches: list[MicroBatch]
+    num_tokens: int  # loss tokens, of all ranks
+    skipped_share: float  # of the denominator, of all ranks: sequences with advantage 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Stepped:
+    """What one optimizer step came to."""
+
+    norm: float  # of the gradient, before clipping
+    weight_norm: float
+    denominator: float  # 0: no step was taken
 
 
 class Trainer:
-    """Owns the sharded policy and its optimizer."""
+    """Owns the models and their optimizer."""
 
     def __init__(
         self,
         *,
-        model: nn.Module,  # a causal LM of spmd_rl.model, whole, on `device`
-        mesh: DeviceMesh | None,  # axes ("dp_replicate", "dp_shard"); None: not sharded, one process
-        group: ProcessGroup | None,  # all ranks of the mesh
-        device: torch.device,
-        loss: Loss,  # built from losses.LOSSES
+        models: Models,
+        group: ProcessGroup | None,  # all trainer ranks
+        objective: Objective,
+        aggregation: Aggregation,  # of objective.AGGREGATIONS
+        credit: Credit | None = None,  # needed where the models have a critic
         learning_rate: float = 1e-6,
+        critic_learning_rate: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
@@ -52,154 +82,228 @@ class Trainer:
         temperature: float = 1.0,  # of sampling
         num_minibatches: int = 1,
         num_epochs: int = 1,
-        activation_checkpointing: bool = False,
-        compute_dtype: torch.dtype | None = None,  # None: bfloat16 on CUDA, float32 elsewhere
-        reshard_after_forward: bool
-        | None = None,  # None: on CUDA only; False also keeps gradients whole until the last
+        interpolate_proximal: bool = False,  # no forward for it where a batch has several optimizer steps
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be > 0 to train on what it sampled, is {temperature}")
-        cuda = device.type == "cuda"
-        self.device = device
-        self.ranks = TrainerRanks(group=group, device=device)
-        self.num_replicas = 1 if mesh is None else mesh["dp_replicate"].size()
-        self.loss = loss
-        self.learning_rate, self.warmup_steps, self.grad_clip = learning_rate, warmup_steps, grad_clip
+        self.models, self.device = models, models.device
+        self.ranks = TrainerRanks(group=group, device=self.device, counts=models.counts)
+        self.objective, self.aggregation, self.credit = objective, aggregation, credit
+        self.warmup_steps, self.grad_clip = warmup_steps, grad_clip
         self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
         self.num_minibatches, self.num_epochs = num_minibatches, num_epochs
+        self.interpolate_proximal = interpolate_proximal
         self.num_steps = 0  # optimizer steps so far
-        self.sharded = mesh is not None
-        self.sync_once = not (cuda if reshard_after_forward is None else reshard_after_forward)
-        if activation_checkpointing:
-            recompute_layers(model)
-        self.policy = LogProbs(model)
-        if mesh is not None:
-            dtype = compute_dtype or (torch.bfloat16 if cuda else torch.float32)
-            shard(self.policy, mesh, compute_dtype=dtype, reshard_after_forward=not self.sync_once)
-        self.optimizer = adamw(model.parameters(), learning_rate=learning_rate, betas=betas, weight_decay=weight_decay)
+        self.has_critic = bool(models.critic_parameters)
+        if self.has_critic != (credit is not None):
+            raise ValueError("a critic needs `credit`, and the other way round")
+        critic = set(models.critic_parameters)
+        policy = [p for p in models.trained.parameters() if p not in critic]
+        self.optimizer, self.rates = adamw(
+            [(policy, learning_rate), (models.critic_parameters, critic_learning_rate)],
+            betas=betas,
+            weight_decay=weight_decay,
+        )
+        self.flops = Flops(models.model, self.device)
 
     @property
     def model(self) -> nn.Module:
-        return self.policy.model
+        return self.models.model
 
     # ---- the step
 
     def step(self, share: Share, n: int) -> dict[str, float]:
         """Train version `n` on this rank's share; the metrics are the same on all ranks.
 
-        RuntimeError, naming tickets, instead of an optimizer step from a non-finite loss or gradient.
+        RuntimeError, naming tickets, instead of an optimizer step from a non-finite loss, gradient or weight.
         """
+        return self.train(self.cut(share), n)
+
+    def cut(self, share: Share) -> list[Minibatch]:
+        """This rank's part of each optimizer step of a batch."""
+        return cut(
+            share,
+            num_minibatches=self.num_minibatches,
+            micro_batch_tokens=self.micro_batch_tokens,
+            aggregation=self.aggregation,
+            skip_zero=not (self.has_critic or self.objective.needs_every_sequence),
+        )
+
+    def train(self, minibatches: Sequence[Minibatch], n: int) -> dict[str, float]:
+        """`step` on what is cut already."""
         started = time.perf_counter()
-        minibatches = cut(share, num_minibatches=self.num_minibatches, micro_batch_tokens=self.micro_batch_tokens)
         work = self._agree(minibatches)
-        proximals = self._proximals(work)
-        totals, norms, num_tokens, num_forwards, rate = Totals(self.device), [], 0, 0, 0.0
-        for _ in range(self.num_epochs):
-            for (micro_batches, tokens), proximal in zip(work, proximals, strict=True):
-                rate = warmed_up(self.learning_rate, self.num_steps, self.warmup_steps)
-                norms.append(self._optimizer_step(micro_batches, proximal, tokens, n, rate, totals))
-                num_tokens += tokens
-                num_forwards += len(micro_batches)
-        metrics = totals.reduce(self.ranks, num_tokens)
-        step_s = self.ranks.max(torch.tensor(time.perf_counter() - started, device=self.device)).item()
+        starts = self._start(work)
+        totals, steps, rate = Totals(self.device, critic=self.has_critic), [], 0.0
+        rounds = [(w, s) for _ in range(self.num_epochs) for w, s in zip(work, starts, strict=True)]
+        for i, (minibatch, start) in enumerate(rounds):
+            rate = warmed_up(1.0, self.num_steps, self.warmup_steps)
+            steps.append(self._optimizer_step(minibatch, start, n, i / len(rounds), rate, totals))
+        metrics = totals.reduce(
+            self.ranks, sum(w.num_tokens for w, _ in rounds), sum(stepped.denominator for stepped in steps)
+        )
+        taken = [stepped for stepped in steps if stepped.denominator]
+        flops = self.flops.of([m for w, _ in rounds for m in w.micro_batches])
+        ends = torch.tensor(
+            [time.perf_counter() - started, peak_memory_bytes(self.device)], dtype=torch.float64, device=self.device
+        )
+        step_s, peak_bytes = self.ranks.max(ends).tolist()
+        num_stand_ins = sum(m.is_stand_in for w, _ in rounds for m in w.micro_batches)
+        sums = torch.tensor([flops / self.flops.peak, num_stand_ins], dtype=torch.float64, device=self.device)
+        peak_s, num_padding = self.ranks.sum(sums).tolist()
         return metrics | {
-            "grad_norm": sum(norms) / max(len(norms), 1),
-            "learning_rate": rate,
-            "optimizer_steps": float(len(norms)),
-            "empty_step": float(not norms),
-            "num_microbatches": float(num_forwards),
+            "grad_norm": sum(stepped.norm for stepped in taken) / max(len(taken), 1),
+            "weight_norm": taken[-1].weight_norm if taken else 0.0,
+            "learning_rate": rate * self.rates[0],
+            "optimizer_steps": float(len(taken)),
+            "empty_steps": float(max(1, len(steps)) - len(taken)),
+            "num_microbatches": float(sum(len(w.micro_batches) for w, _ in rounds)),
+            "padding_share": num_padding / max(metrics["input_tokens"] + num_padding, 1),
             "step_s": step_s,
             "tokens_per_s": metrics["input_tokens"] / step_s,
+            "mfu": peak_s / step_s / self.ranks.num,
+            "peak_memory_bytes": peak_bytes,
         }
 
-    def _agree(self, minibatches: list[Minibatch]) -> list[tuple[list[MicroBatch], int]]:
-        """Micro-batches and global number of loss tokens of each minibatch that has any.
-
-        Every rank gets the number of micro-batches of the rank with the most, at least one.
-        """
-        tokens = torch.tensor([m.num_loss_tokens for m in minibatches], dtype=torch.int64, device=self.device)
+    def _agree(self, minibatches: Sequence[Minibatch]) -> list[Work]:
+        """Every rank gets the number of micro-batches of the rank with the most; minibatches without a token go."""
+        mine = [(m.num_loss_tokens, m.skipped_share) for m in minibatches]
+        sums = self.ranks.total(torch.tensor(mine, dtype=torch.float64, device=self.device)).tolist()
         counts = torch.tensor([len(m.micro_batches) for m in minibatches], dtype=torch.int64, device=self.device)
-        tokens, counts = self.ranks.sum(tokens).tolist(), self.ranks.max(counts).tolist()
         return [
-            (m.micro_batches + [STAND_IN] * (max(count, 1) - len(m.micro_batches)), total)
-            for m, count, total in zip(minibatches, counts, tokens, strict=True)
-            if total
+            Work(
+                micro_batches=m.micro_batches + [STAND_IN] * (max(count, 1) - len(m.micro_batches)),
+                num_tokens=int(tokens),
+                skipped_share=skipped,
+            )
+            for m, count, (tokens, skipped) in zip(minibatches, self.ranks.max(counts).tolist(), sums, strict=True)
+            if tokens
         ]
 
     @torch.no_grad()
-    def _proximals(self, work: list[tuple[list[MicroBatch], int]]) -> list[list[Tensor | None]]:
-        """Log-probs of all micro-batches under the weights at the start of the batch.
+    def _start(self, work: list[Work]) -> list[list[Start]]:
+        """Forwards under the weights at the start of the batch, where anything needs them.
 
-        The forwards are those of the first minibatch, so its ratio is exactly 1.  With a single optimizer step the
-        current log-probs are the proximal ones: None, and nothing is computed twice.
+        The policy's are those of the first minibatch, so its ratio is exactly 1.  With a single optimizer step the
+        current log-probs are the proximal ones, and nothing is computed twice.
         """
-        if self.num_minibatches * self.num_epochs == 1:
-            return [[None] * len(micro_batches) for micro_batches, _ in work]
-        return [[self._log_probs(m)[0] for m in micro_batches] for micro_batches, _ in work]
+        models = self.models
+        micro_batches = [m for w in work for m in w.micro_batches]
+        proximals = self.num_minibatches * self.num_epochs > 1 and not self.interpolate_proximal
+        of_policy, references, credited = (
+            [(None, None)] * len(micro_batches),
+            [None] * len(micro_batches),
+            [None] * len(micro_batches),
+        )
+        if proximals or models.policy.value_head is not None:
+            of_policy = [(logprobs, values) for logprobs, _, values in map(self._forward, micro_batches)]
+        if models.reference is not None:
+            references = [self._forward(m, models.reference)[0] for m in micro_batches]
+            models.drop(models.reference)
+        if self.credit is not None:
+            values = [v for _, v in of_policy]
+            if models.critic is not None:
+                values = [self._values(m) for m in micro_batches]
+            credited = [
+                None if m.is_stand_in else credit(m, v, self.credit) for m, v in zip(micro_batches, values, strict=True)
+            ]
+            credited = standardize(credited, self.ranks)
+        starts = iter(
+            Start(proximal=logprobs if proximals else None, reference=reference, credited=c)
+            for (logprobs, _), reference, c in zip(of_policy, references, credited, strict=True)
+        )
+        return [[next(starts) for _ in w.micro_batches] for w in work]
 
     def _optimizer_step(
-        self,
-        micro_batches: list[MicroBatch],
-        proximals: list[Tensor | None],
-        num_tokens: int,
-        n: int,
-        rate: float,
-        totals: Totals,
-    ) -> float:
-        """Accumulate, check, clip, step; returns the gradient norm before clipping."""
-        losses = []
-        for i, (micro, proximal) in enumerate(zip(micro_batches, proximals, strict=True)):
-            last = i == len(micro_batches) - 1
-            losses.append(self._forward_backward(micro, proximal, num_tokens, n, last=last, totals=totals))
-        gradients = local_gradients(self.model.parameters())
-        squares, loss = square_sum(gradients, self.ranks, self.num_replicas, torch.stack(losses).sum())
-        norm = squares.sqrt().item()
-        if not (math.isfinite(norm) and math.isfinite(loss.item())):
-            raise RuntimeError(self._blame(micro_batches, proximals, losses, num_tokens, n, norm))
-        if norm > self.grad_clip:
-            torch._foreach_mul_(gradients, self.grad_clip / norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        self, work: Work, starts: list[Start], n: int, progress: float, rate: float, totals: Totals
+    ) -> Stepped:
+        """Accumulate sums, then divide by the denominator that they come with: check, clip, step."""
+        totals_before = len(work.micro_batches) - 1
+        losses, denominators = [], []
+        for i, (micro, start) in enumerate(zip(work.micro_batches, starts, strict=True)):
+            loss, part = self._forward_backward(micro, start, n, progress, last=i == totals_before, totals=totals)
+            losses.append(loss)
+            denominators.append(part)
+        gradients = self.models.gradients()
+        ranks, sums = self.ranks, torch.stack([torch.stack(losses).double().sum(), torch.stack(denominators).sum()])
+        squares = [square_sum(gradients, ranks), square_sum(self.models.trained.parameters(), ranks)]
+        sums = sums if ranks.counts else torch.zeros_like(sums)
+        g_squares, w_squares, loss, part = ranks.sum(torch.cat([torch.stack(squares), sums])).tolist()
+        denominator = part + work.skipped_share
+        # FSDP averages gradients over its ranks: mean · number of ranks / denominator
+        factor = self.models.num_averaged / denominator if denominator else 0.0
+        norm, weight_norm = math.sqrt(g_squares) * factor, math.sqrt(w_squares)
+        if not all(map(math.isfinite, (g_squares, w_squares, loss))):
+            raise RuntimeError(self._blame(work.micro_batches, starts, losses, n, progress, norm, weight_norm))
+        if denominator:
+            factor *= min(1.0, self.grad_clip / norm) if norm else 1.0
+            torch._foreach_mul_([local(g) for g in gradients], factor)
+            for group, full in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate * full
+            self.optimizer.step()
+            self.num_steps += 1
         self.optimizer.zero_grad()
-        self.num_steps += 1
-        return norm
+        return Stepped(norm=norm, weight_norm=weight_norm, denominator=denominator)
 
     def _forward_backward(
-        self, micro: MicroBatch, proximal: Tensor | None, num_tokens: int, n: int, *, last: bool, totals: Totals | None
-    ) -> Tensor:
-        """One micro-batch into the gradients; returns its summed loss, detached.
-
-        FSDP averages gradients over the ranks, hence the factor: sum over ranks / num ranks · num ranks / tokens.
-        """
-        if self.sharded and self.sync_once:
-            self.policy.set_requires_gradient_sync(last)
-            self.policy.set_reshard_after_backward(last)
-        current, entropy = self._log_probs(micro)
+        self, micro: MicroBatch, start: Start, n: int, progress: float, *, last: bool, totals: Totals | None
+    ) -> tuple[Tensor, Tensor]:
+        """One micro-batch into the gradients; returns its summed loss and its part of the denominator, detached."""
+        self.models.last_backward(last)
+        current, entropy, values = self._forward(micro)
+        if self.models.critic is not None:
+            values = self._values(micro)
         if micro.is_stand_in:
-            total = current.sum() * 0.0
+            total = (current.sum() + entropy.sum() + (0.0 if values is None else values.sum())) * 0.0
             total.backward()
-            return total.detach()
-        result, rows = self._loss_of(micro, current, proximal)
-        (result.total * (self.ranks.num / num_tokens)).backward()
+            return total.detach(), total.detach().double()
+        result, rows, of_values = self._objective(micro, start, current, entropy, values, n, progress)
+        result.total.backward()
         if totals is not None:
             on_version = self._tensor(micro.versions) == n
-            totals.add(result, rows, entropy, on_version, len(micro.token_ids))
-        return result.total.detach()
+            totals.add(result, rows, entropy, on_version, len(micro.token_ids), values, of_values)
+        return result.total.detach(), result.denominator
 
-    def _loss_of(self, micro: MicroBatch, current: Tensor, proximal: Tensor | None) -> tuple[LossSums, Rows]:
+    def _objective(
+        self,
+        micro: MicroBatch,
+        start: Start,
+        current: Tensor,
+        entropy: Tensor,
+        values: Tensor | None,
+        n: int,
+        progress: float,
+    ) -> tuple[Sums, Rows, Tensor | None]:
+        behavior, proximal, of_values = self._tensor(micro.behavior), start.proximal, None
+        if proximal is None:
+            proximal = loglinear(current.detach(), behavior, self._tensor(micro.versions), n, progress)
+        advantages = self._tensor(micro.advantages)
+        if start.credited is not None:
+            advantages = start.credited.advantages
+            of_values = value_losses(values, start.credited, self.credit)
         rows = Rows(
             current=current,
-            proximal=current.detach() if proximal is None else proximal,
-            behavior=self._tensor(micro.behavior),
-            advantages=self._tensor(micro.advantages),
+            proximal=proximal,
+            behavior=behavior,
+            advantages=advantages,
             sequence=self._tensor(micro.sequence),
         )
-        return self.loss(rows), rows
+        result = self.objective(
+            rows,
+            entropy=entropy,
+            scale=self._tensor(micro.scale),
+            share=self._tensor(micro.share),
+            reference=start.reference,
+            beside=of_values,
+        )
+        return result, rows, of_values
 
-    def _log_probs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: MicroBatch, policy: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         ids, rows, targets = (self._tensor(a) for a in (micro.token_ids, micro.rows, micro.targets))
-        return self.policy(ids, micro.cu_seqlens, rows, targets, self.temperature)
+        return (policy or self.models.policy)(ids, micro.cu_seqlens, rows, targets, self.temperature)
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        return self.models.critic(self._tensor(micro.token_ids), micro.cu_seqlens, self._tensor(micro.rows))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -207,23 +311,24 @@ class Trainer:
     def _blame(
         self,
         micro_batches: list[MicroBatch],
-        proximals: list[Tensor | None],
+        starts: list[Start],
         losses: list[Tensor],
-        num_tokens: int,
         n: int,
+        progress: float,
         norm: float,
+        weight_norm: float,
     ) -> str:
         """Which rollouts made it non-finite: the first bad loss of each rank, or the first bad micro-batch alone."""
         bad = next((m.tickets for m, loss in zip(micro_batches, losses, strict=True) if not loss.isfinite()), ())
         tickets = self.ranks.gather(bad)
+        if not math.isfinite(weight_norm):
+            return f"non-finite weights in version {n}: no optimizer step; first seen with rollouts {tickets}"
         if tickets:
             return f"non-finite loss while training version {n}: no optimizer step; rollouts with tickets {tickets}"
-        for micro, proximal in zip(micro_batches, proximals, strict=True):
+        for micro, start in zip(micro_batches, starts, strict=True):
             self.optimizer.zero_grad()
-            self._forward_backward(micro, proximal, num_tokens, n, last=True, totals=None)
-            gradients = local_gradients(self.model.parameters())
-            squares, _ = square_sum(gradients, self.ranks, self.num_replicas, torch.zeros((), device=self.device))
-            if not squares.isfinite():
+            self._forward_backward(micro, start, n, progress, last=True, totals=None)
+            if not self.ranks.sum(square_sum(self.models.gradients(), self.ranks)).isfinite():
                 tickets = self.ranks.gather(micro.tickets)
                 break
         return (
@@ -233,40 +338,40 @@ class Trainer:
 
     # ---- what else the weights are for
 
-    @torch.no_grad()
     def score(
         self,
         token_ids: np.ndarray,  # [T] ints, the same on all ranks
     ) -> np.ndarray:  # [T] float32
         """Log-prob of each token given those before it, at temperature 1; the first is 0."""
-        ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(self.device)
-        scores = np.zeros(len(ids), np.float32)
-        if len(ids) > 1:
-            rows = torch.arange(len(ids) - 1, device=self.device)
-            logprobs, _ = self.policy(ids[:-1], [0, len(rows)], rows, ids[1:], 1.0)
-            reshard(self.policy)
-            scores[1:] = logprobs.float().cpu().numpy()
+        scores = np.zeros(len(token_ids), np.float32)
+        if len(token_ids) > 1:
+            ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(self.device)
+            scores[1:] = self.models.score(ids).cpu().numpy()
         return scores
 
-    def named_parameters(self) -> dict[str, Tensor]:
-        """By name in the model, tied parameters once: DTensors where sharded.  Their memory stays where it is."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-
-    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, this rank's shard), in the order of `named_parameters`."""
-        for name, parameter in self.named_parameters().items():
-            yield name, parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
     def state_dict(self) -> dict[str, object]:
-        """Model, optimizer and step count for torch.distributed.checkpoint; loading fills its tensors in place."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "num_steps": torch.tensor(self.num_steps)}
+        """Models, optimizer and step count for torch.distributed.checkpoint; loading fills its tensors in place.
 
+        The optimizer's by name of the parameter: its groups depend on the mesh, and their settings are the config's.
+        """
+        optimizer = {name: dict(self.optimizer.state[p]) for name, p in self.models.named_trained()}
+        return self.models.state_dict() | {"optimizer": optimizer, "num_steps": torch.tensor(self.num_steps)}
+
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, object]) -> None:
         """What any number of trainer ranks saved, resharded by torch.distributed.checkpoint."""
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.models.load_state_dict(state)
+        for name, parameter in self.models.named_trained():
+            for key, value in self.optimizer.state[parameter].items():
+                value.copy_(state["optimizer"][name][key])
         self.num_steps = int(state["num_steps"])
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
         """Write an ordinary Hugging Face folder, with config and tokenizer from `source`."""
-        export(self.model, self.ranks, folder=folder, source=source, dtype=dtype)
+        self.models.refresh()
+        export(self.models.named_parameters(), self.ranks, folder=folder, source=source, dtype=dtype)
+
+    def export_adapter(self, folder: Path, source: Path) -> None:
+        """Write what LoRA added to the model in `source` as a PEFT folder."""
+        tensors = {name: p.detach() for name, p in self.model.named_parameters() if ".lora_" in name}
+        export_adapter(tensors, self.ranks, folder=folder, lora=self.models.lora, base=str(source))

@@ -1,5 +1,7 @@
 """The training step on several ranks: real gloo, real FSDP2, against one process without a mesh."""
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from spmd_rl import tiny_model
-from spmd_rl.losses import LOSSES
 from spmd_rl.model import build
+from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.objective.corrections import Correction
+from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
 from spmd_rl.packing import Packed, pack
+from spmd_rl.trainer.critic import Credit
+from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.types import Rollout
 from tests.ranks import run_ranks, run_worlds
@@ -35,10 +41,33 @@ def alone(folder: Path, **settings: object) -> Trainer:
     return make(folder, None, None, **settings)
 
 
+MODELS = (
+    "reference",
+    "critic",
+    "shared_critic",
+    "activation_checkpointing",
+    "reshard_after_forward",
+    "cpu_offload",
+    "context",
+)
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return build(folder, device=CPU, dtype=torch.float32, weights=True)
+
+
 def make(folder: Path, mesh, group, **settings: object) -> Trainer:
-    model = build(folder, device=CPU, dtype=torch.float32, weights=True)
-    defaults = {"loss": LOSSES["decoupled"](), "learning_rate": 1e-4, "grad_clip": 0.5, "micro_batch_tokens": 128}
-    return Trainer(model=model, mesh=mesh, group=group, device=CPU, **(defaults | settings))
+    models = {k: load(folder) if v == "model" else v for k, v in settings.items() if k in MODELS}
+    defaults = {
+        "objective": Objective(loss=LOSSES["decoupled"]),
+        "aggregation": partial(AGGREGATIONS["token_mean"], longest=100),
+        "learning_rate": 1e-4,
+        "grad_clip": 0.5,
+        "micro_batch_tokens": 128,
+    }
+    rest = {k: v for k, v in settings.items() if k not in MODELS}
+    models = Models(policy=load(folder), mesh=mesh, device=CPU, **models)
+    return Trainer(models=models, group=group, **(defaults | rest))
 
 
 def on_mesh(folder: Path, num_replicas: int = 1, **settings: object) -> Trainer:
@@ -68,14 +97,25 @@ def whole(trainer: Trainer) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in full.items()}
 
 
+VARYING = {"num_microbatches", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes", "padding_share"}
 UNEQUAL = [slice(0, 2), slice(2, 12)]  # 100 tokens and 900
+HELD = Objective(loss=LOSSES["decoupled"], kl_coefficient=0.1, entropy_coefficient=0.01)
+REJECTING = Objective(loss=LOSSES["gspo"], correction=Correction(reject="off_policy_negative", reject_above=0.15))
 CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
     "one rank": (1, 1, [slice(0, 12)], {}),
     "100 and 900 tokens": (2, 1, UNEQUAL, {}),
     "everything and nothing": (2, 1, [slice(0, 12), slice(0, 0)], {}),
     "two replicas": (2, 2, UNEQUAL, {}),
     "one micro-batch": (2, 1, UNEQUAL, {"micro_batch_tokens": 100_000}),
+    "in host memory": (2, 1, UNEQUAL, {"cpu_offload": True}),
     "resharded after forward": (2, 1, UNEQUAL, {"reshard_after_forward": True}),
+    "reference": (2, 1, UNEQUAL, {"reference": "model", "objective": HELD, "num_minibatches": 1, "num_epochs": 2}),
+    "own critic": (2, 1, UNEQUAL, {"critic": "model", "credit": Credit()}),
+    "shared critic": (2, 1, UNEQUAL, {"shared_critic": True, "credit": Credit()}),
+    "sequence mean": (2, 1, UNEQUAL, {"aggregation": partial(AGGREGATIONS["sequence_mean"], longest=100)}),
+    "rejection": (2, 1, UNEQUAL, {"objective": REJECTING}),
+    "four ranks": (4, 1, [slice(0, 2), slice(2, 7), slice(7, 12), slice(0, 0)], {}),
+    "four ranks, two replicas": (4, 2, [slice(0, 2), slice(2, 7), slice(7, 12), slice(0, 0)], {}),
     "activation checkpointing": (2, 1, UNEQUAL, {"activation_checkpointing": True}),
 }
 
@@ -96,10 +136,28 @@ def score_between_steps(rank: int, folder: Path, target: Path) -> list[np.ndarra
     for n in range(2):
         trainer.step(batch(n, UNEQUAL[rank]), n)
         scores.append(trainer.score(PROBE))
-        assert all(isinstance(t, DTensor) for t in trainer.named_parameters().values())
+        assert all(isinstance(t, DTensor) for t in trainer.models.named_parameters().values())
     trainer.export(target, folder)
     assert (target / "model.safetensors").exists()
     return scores
+
+
+def by_advantage(rows: Rows, limits: Limits) -> TokenLosses:
+    """A token's loss is its advantage; it counts as clipped where that is above 1."""
+    like = LOSSES["reinforce"](rows, limits)
+    losses = rows.advantages + 0 * rows.current
+    return dataclasses.replace(like, losses=losses, clipped=rows.advantages > 1)
+
+
+def uniform(rank: int, parts: list[list[tuple[int, float]]]) -> Packed:
+    """This rank's rollouts as (loss tokens, advantage)."""
+    rollouts = []
+    for i, (length, _) in enumerate(parts[rank]):
+        one = Rollout(env="e", task_id=str(i), ticket=10 * rank + i)
+        one.append(np.array([3, 4]))
+        one.append(np.full(length, 5), np.full(length, -4.0), np.zeros(length))
+        rollouts.append(one)
+    return pack(rollouts, np.array([advantage for _, advantage in parts[rank]]))
 
 
 def run_all(rank: int, folder: Path, target: Path) -> dict[str, Any]:
@@ -115,6 +173,9 @@ def run_all(rank: int, folder: Path, target: Path) -> dict[str, Any]:
         found["minibatches"] = trainer.step(batch(0, UNEQUAL[rank]), 0)
         found["one rollout"] = trainer.step(batch(1, [slice(0, 1), slice(0, 0)][rank]), 1)
         found["nothing"] = trainer.step(batch(0, slice(0, 0)), 2)
+        plain = on_mesh(folder, objective=Objective(loss=by_advantage, correction=Correction(kind="none")))
+        found["0.32"] = plain.step(uniform(rank, [[(100, 0.5)], [(90, 0.3)] * 10]), 0)
+        found["0.375"] = plain.step(uniform(rank, [[(3, 2.0), (9, 1.0)], [(3, 2.0), (1, 1.0)]]), 1)
         found["nan"] = step_on_nan(rank, folder)
         found["scores"] = score_between_steps(rank, folder, target)
     return found
@@ -128,18 +189,22 @@ def exported(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def ran(folder: Path, exported: Path) -> dict[int, list[dict[str, Any]]]:
     """By number of ranks, what each rank found."""
-    return {num: run_ranks(run_all, num, folder, exported, timeout_s=120) for num in (1, 2)}
+    return {num: run_ranks(run_all, num, folder, exported, timeout_s=120) for num in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
-    reference = alone(folder, micro_batch_tokens=100_000)
+    layout = ("reshard_after_forward", "activation_checkpointing", "cpu_offload")
+    settings = {k: v for k, v in CASES[case][3].items() if k not in layout}
+    reference = alone(folder, **(settings | {"micro_batch_tokens": 100_000}))
     expected, tensors = [reference.step(batch(n), n) for n in range(2)], whole(reference)
     found = [rank[case] for rank in ran[CASES[case][0]]]
+    if case == "rejection":
+        assert all(0 < metrics["rejected_share"] < 1 for metrics in expected)
     for steps, after in found:
         assert steps == found[0][0]
         for mine, theirs in zip(steps, expected, strict=True):
-            for name in theirs.keys() - {"num_microbatches", "step_s", "tokens_per_s"}:
+            for name in theirs.keys() - VARYING:
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
         for name, tensor in tensors.items():
             atol = 1e-7 if name.endswith("moment") else 1e-5
@@ -153,10 +218,32 @@ def test_minibatches_with_unequal_and_empty_shares_do_not_deadlock(ran: dict) ->
     assert (first["one rollout"]["optimizer_steps"], first["one rollout"]["tokens"]) == (2, 140)  # 1 of 3, 2 epochs
 
 
+def test_100_tokens_at_half_and_900_at_three_tenths_on_two_ranks_are_0_32(ran: dict) -> None:
+    for rank in ran[2]:
+        assert rank["0.32"]["tokens"] == 1000
+        assert rank["0.32"]["loss"] == pytest.approx(0.32, rel=1e-6)
+
+
+def test_means_are_over_all_tokens_and_not_over_ranks(ran: dict) -> None:
+    """3 of 12 on one rank and 3 of 4 on the other are 6 of 16."""
+    assert [rank["0.375"]["clip_share"] for rank in ran[2]] == [0.375, 0.375]
+
+
+@pytest.mark.parametrize("case", ["one rank", "100 and 900 tokens", "four ranks", "four ranks, two replicas"])
+@pytest.mark.parametrize("micro_batch_tokens", [100_000, 280, 95])
+def test_gradient_norms_agree_over_ranks_and_micro_batches(
+    folder: Path, ran: dict, case: str, micro_batch_tokens: int
+) -> None:
+    expected = alone(folder, micro_batch_tokens=micro_batch_tokens).step(batch(0), 0)
+    found = ran[CASES[case][0]][0][case][0][0]
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
 def test_nothing_anywhere_is_an_empty_step(ran: dict) -> None:
     for rank in ran[2]:
         metrics = rank["nothing"]
-        assert (metrics["empty_step"], metrics["loss"], metrics["tokens"]) == (1, 0, 0)
+        assert (metrics["empty_steps"], metrics["loss"], metrics["tokens"]) == (1, 0, 0)
 
 
 def test_every_rank_names_the_tickets_of_the_rank_with_the_nan(ran: dict) -> None:
@@ -202,7 +289,7 @@ def test_checkpoint_goes_on_with_other_numbers_of_trainers(folder: Path, tmp_pat
                 np.testing.assert_array_equal(loaded[name], tensor, err_msg=name)
         metrics, _, after = found[0]
         expected = reference.step(batch(n), n)
-        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
         assert metrics["learning_rate"] == expected["learning_rate"] == pytest.approx(1e-4 * (n + 1) / 4)
         previous, before = target, after
@@ -214,9 +301,9 @@ def train_in_a_world(world, folder: Path) -> float | None:
     if world.mesh is None:
         return None
     trainer = make(folder, world.mesh, world.train)
-    shards = dict(trainer.named_shards())
+    shards = dict(trainer.models.named_shards())
     metrics = trainer.step(batch(0, UNEQUAL[world.trainer_ranks.index(world.rank)]), 0)
-    now = dict(trainer.named_shards())
+    now = dict(trainer.models.named_shards())
     assert all(now[name].data_ptr() == shard.data_ptr() for name, shard in shards.items())
     return metrics["grad_norm"]
 

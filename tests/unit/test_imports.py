@@ -20,7 +20,7 @@ LAYERS = [
         "disk",
         "sandbox",
     },
-    {"config", "packing", "advantages", "losses", "rewards", "tokenizer", "model", "weight_layout", "task_stream"}
+    {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "model", "weight_layout", "task_stream"}
     | {"workers", "data", "math_reward", "code_reward"},
     {"judge"},
     {"envs"},
@@ -39,7 +39,8 @@ LAYERS = [
     },
     {"engine_thread", "episodes", "stop_signals"},
     {"orchestrator", "simulate"},
-    {"inference", "training", "resume"},
+    {"make_trainer"},
+    {"inference", "training", "resume", "replay"},
     {"evaluate", "export"},
     {"orchestration"},
     {"train"},

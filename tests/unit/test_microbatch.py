@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.trainer.microbatch import Share, cut, pack_bins
+from spmd_rl.objective import AGGREGATIONS, token_mean
+from spmd_rl.trainer import microbatch
+from spmd_rl.trainer.microbatch import Share, pack_bins
 
 
 def share(*rollouts: tuple[list[int], list[int], float]) -> Share:
@@ -21,11 +24,19 @@ def share(*rollouts: tuple[list[int], list[int], float]) -> Share:
         versions=tokens.copy(),
         ticket=10 * np.arange(len(rollouts), dtype=np.int64),
         advantage=np.array([r[2] for r in rollouts], np.float32),
+        usable=np.ones(len(rollouts), bool),
     )
 
 
-def only(batch: Share, tokens: int = 100):
-    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=tokens)
+def cut(batch: Share, *, num_minibatches: int, micro_batch_tokens: int, **settings: object):
+    defaults = {"aggregation": partial(token_mean, longest=9), "skip_zero": True}
+    return microbatch.cut(
+        batch, num_minibatches=num_minibatches, micro_batch_tokens=micro_batch_tokens, **defaults | settings
+    )
+
+
+def only(batch: Share, **settings: object):
+    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=100, **settings)
     (micro,) = minibatch.micro_batches
     return micro
 
@@ -58,8 +69,37 @@ def test_nan_off_the_mask_is_not_selected() -> None:
 def test_sequences_without_an_advantage_are_skipped_but_counted() -> None:
     batch = share(([1, 2, 3], [0, 1, 1], 0.0), ([4, 5], [0, 1], 1.0), ([6, 7], [0, 0], 1.0))
     (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=100)
-    assert minibatch.num_loss_tokens == 3
+    assert (minibatch.num_loss_tokens, minibatch.skipped_share) == (3, 2)
     assert [m.tickets for m in minibatch.micro_batches] == [(10,)]
+
+
+def test_sequences_without_an_advantage_are_computed_where_something_else_trains_them() -> None:
+    batch = share(([1, 2, 3], [0, 1, 1], 0.0), ([4, 5], [0, 1], 1.0))
+    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=100, skip_zero=False)
+    assert minibatch.skipped_share == 0
+    assert [m.tickets for m in minibatch.micro_batches] == [(0, 10)]
+
+
+def test_rollouts_that_are_not_usable_are_not_there() -> None:
+    """30 tokens of which a truncated rollout's 5 are masked divide by 25."""
+    batch = share(*[(list(range(6)), [0] + 5 * [1], 1.0)] * 6)
+    batch.usable[2] = False
+    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=100)
+    assert minibatch.num_loss_tokens == 25
+    assert minibatch.micro_batches[0].share.sum() == 25
+    assert 20 not in minibatch.micro_batches[0].tickets
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "shares"),
+    [("token_mean", [1, 1, 1], 3), ("sequence_mean", [0.5, 0.5, 1], 2), ("constant", [0.1, 0.1, 0.1], 2)],
+)
+def test_scale_and_share_of_each_aggregation(name: str, scale: list[float], shares: float) -> None:
+    batch = share(([1, 2, 3], [0, 1, 1], 1.0), ([4, 5], [0, 1], 1.0))
+    aggregation = partial(AGGREGATIONS[name], longest=10)
+    micro = only(batch, aggregation=aggregation)
+    assert micro.scale == pytest.approx(scale)
+    assert micro.share.sum() == shares
 
 
 def test_a_nan_advantage_is_not_taken_for_zero() -> None:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl import packing
@@ -17,6 +17,7 @@ def _rollout(ticket: int, prompt: int, sampled: int) -> Rollout:
     return rollout
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6))
 def test_unpacking_gives_back_what_was_packed(lengths: list[tuple[int, int]]) -> None:
     rollouts = [_rollout(i, *pair) for i, pair in enumerate(lengths)]
@@ -78,3 +79,11 @@ def test_an_append_of_unequal_lengths_changes_nothing() -> None:
     with pytest.raises(ValueError, match="append of 2 tokens"):
         rollout.append([1, 2], [-1.0], [0, 0])
     assert len(rollout.token_ids) == len(rollout.versions) == 0
+
+
+def test_longest_turn_is_the_longest_run_under_the_mask() -> None:
+    rollout = Rollout(env="e", task_id="t")
+    assert rollout.longest_turn == 0
+    for sampled in (2, 0, 3, 0, 1):
+        rollout.append(np.zeros(sampled or 4), *([np.zeros(sampled)] if sampled else []))
+    assert rollout.longest_turn == 3

@@ -19,7 +19,7 @@ def test_inference_ranks_come_first():
 
 def test_the_first_replica_sends_the_weights():
     topology = Topology(num_inference=1, num_trainers=4, dp_replicate=2)
-    assert topology.mesh == ((1, 2), (3, 4))
+    assert topology.mesh == (((1,), (2,)), ((3,), (4,)))
     assert topology.sender_ranks == (1, 2)
 
 
@@ -72,3 +72,18 @@ def test_a_batch_is_whole_groups_and_reaches_every_trainer():
 def test_the_checks_need_no_torch():
     script = "import sys, spmd_rl.topology; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_tensor_and_context_parallel_ranks_share_a_part_of_the_batch():
+    """[replica][shard][tp]: two copies of two shards of two ranks, and the two shards share their tokens."""
+    topology = Topology(num_inference=1, num_trainers=8, dp_replicate=2, tensor_parallel=2, context_parallel=2)
+    assert topology.mesh == (((1, 2), (3, 4)), ((5, 6), (7, 8)))
+    assert topology.sender_ranks == (1, 3)
+    assert topology.context_groups == ((1, 3), (2, 4), (5, 7), (6, 8))
+    assert topology.num_shares == 2
+    assert [topology.share_of(rank) for rank in topology.trainer_ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_parallel_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="tensor_parallel = 2 times context_parallel = 2"):
+        Topology(num_inference=1, num_trainers=6, tensor_parallel=2, context_parallel=2)

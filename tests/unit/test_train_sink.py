@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from spmd_rl.advantages import grpo
+from spmd_rl.advantages import grpo, raw, standardized
 from spmd_rl.bounds import age_bound
 from spmd_rl.orchestrator.order import make_order
 from spmd_rl.orchestrator.train_sink import KEPT, TrainSink
@@ -52,6 +52,32 @@ def test_a_failed_member_trains_nothing_but_its_slot_is_consumed():
     batch = sink.next_batch(0)
     assert len(batch.rollouts) == 4 and batch.advantages[2] == 0.0
     assert batch.advantages.sum() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_advantages_over_the_batch_see_every_group_and_no_unusable_member():
+    sink = make(advantages=raw, batch_advantages=standardized, filters={})
+    assert put(sink, 0, (0.0, 0.0)) == KEPT  # all 0 until the batch stage, and not barren
+    assert sink.empty_batches == 0
+    put(sink, 1, (3.0, 3.0))
+    np.testing.assert_allclose(sink.next_batch(0).advantages, [-0.866, -0.866, 0.866, 0.866], atol=1e-3)
+    put(sink, 2, (0.0, 0.0))
+    put(sink, 3, (6.0, 3.0))
+    np.testing.assert_allclose(sink.next_batch(1).advantages, [-0.783, -0.783, 1.306, 0.261], atol=1e-3)
+
+
+def test_what_the_run_does_not_train_is_no_part_of_the_baseline():
+    sink = make(group_size=4, trains=lambda r: r.sample != 3)
+    assert put(sink, 0, (0.0, 1.0, 0.5, 100.0)) == KEPT
+    batch = sink.next_batch(0)
+    np.testing.assert_allclose(batch.advantages, [-1, 1, 0, 0], atol=1e-6)
+    assert [sink.usable(r) for r in batch.rollouts] == [True, True, True, False]
+
+
+def test_advantages_come_from_the_shaped_reward_and_filters_from_the_plain_one():
+    sink = make(group_size=4, shaped_reward=lambda r: r.reward - r.sample)
+    assert put(sink, 0, (1.0, 1.0, 1.0, 1.0)) == "zero_spread"
+    assert put(sink, 1, (0.0, 1.0, 2.0, 4.0)) == KEPT
+    assert np.argmax(sink.next_batch(0).advantages) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -9,9 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl import tiny_model
-from spmd_rl.losses import LOSSES, LossSums, Rows
-from spmd_rl.model import build, token_logprobs
-from spmd_rl.packing import Packed, pack
+from spmd_rl.model import build, hidden_states, token_logprobs
+from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.objective.corrections import Correction
+from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
+from spmd_rl.packing import Packed, pack, select
+from spmd_rl.trainer.critic import Credit
+from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import square_sum, warmed_up
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.trainer.trainer import Trainer
@@ -27,10 +32,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+MODELS = ("reference", "critic", "shared_critic", "activation_checkpointing", "lora")
+TOKEN_MEAN = partial(AGGREGATIONS["token_mean"], longest=100)
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return build(folder, device=CPU, dtype=torch.float32, weights=True)
+
+
 def trainer(folder: Path, **settings: object) -> Trainer:
-    model = build(folder, device=CPU, dtype=torch.float32, weights=True)
-    defaults = {"loss": LOSSES["decoupled"](), "learning_rate": 1e-3, "grad_clip": 1e9}
-    return Trainer(model=model, mesh=None, group=None, device=CPU, **(defaults | settings))
+    models = Models(policy=load(folder), mesh=None, device=CPU, **{k: v for k, v in settings.items() if k in MODELS})
+    defaults = {
+        "objective": Objective(loss=LOSSES["decoupled"]),
+        "aggregation": TOKEN_MEAN,
+        "learning_rate": 1e-3,
+        "grad_clip": 1e9,
+    }
+    rest = {k: v for k, v in settings.items() if k not in MODELS}
+    return Trainer(models=models, group=None, **(defaults | rest))
 
 
 def rollout(ticket: int, num_prompt: int, num_sampled: int, version: int = 0) -> Rollout:
@@ -57,19 +76,29 @@ def on_policy(policy: Trainer, batch: Packed) -> Packed:
 
 
 def weights(policy: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.named_parameters().items()}
+    return {name: tensor.clone() for name, tensor in policy.models.named_parameters().items()}
 
 
-def constant_loss(rows: Rows, values: dict[float, float]) -> LossSums:
+def made_up(losses: Callable[[Rows], torch.Tensor]) -> Objective:
+    """An objective whose tokens have these losses."""
+
+    def loss(rows: Rows, limits: Limits) -> TokenLosses:
+        like = LOSSES["reinforce"](rows, limits)
+        return dataclasses.replace(like, losses=losses(rows))
+
+    return Objective(loss=loss, correction=Correction(kind="none"))
+
+
+def constant_loss(values: dict[float, float]) -> Objective:
     """A token with advantage a has the loss values[a], with gradient."""
-    each = torch.tensor([values[round(a, 3)] for a in rows.advantages.tolist()])
-    result = LOSSES["tis"]()(rows)
-    return LossSums(total=(each + 0 * rows.current).sum(), sums=result.sums, maxima=result.maxima)
+    return made_up(
+        lambda rows: torch.tensor([values[round(a, 3)] for a in rows.advantages.tolist()]) + 0 * rows.current
+    )
 
 
 def test_loss_is_divided_by_the_tokens_of_all_micro_batches(folder: Path) -> None:
     batch = shares((3, 100), *[(3, 90)] * 10, advantages=[0.5, *[1.0] * 10])
-    policy = trainer(folder, loss=partial(constant_loss, values={0.5: 2.0, 1.0: 0.5}), micro_batch_tokens=128)
+    policy = trainer(folder, objective=constant_loss({0.5: 2.0, 1.0: 0.5}), micro_batch_tokens=128)
     metrics = policy.step(batch, 0)
     assert metrics["num_microbatches"] == 11
     assert metrics["tokens"] == 1000
@@ -79,7 +108,7 @@ def test_loss_is_divided_by_the_tokens_of_all_micro_batches(folder: Path) -> Non
 def test_masked_out_tokens_are_not_in_the_denominator(folder: Path) -> None:
     batch = shares((2, 20), (2, 10), advantages=[1.0, 1.0])
     batch.loss_mask[-5:] = False
-    policy = trainer(folder, loss=partial(constant_loss, values={1.0: 1.0}))
+    policy = trainer(folder, objective=constant_loss({1.0: 1.0}))
     metrics = policy.step(batch, 0)
     assert (metrics["tokens"], metrics["loss"]) == (25, 1.0)
 
@@ -102,7 +131,8 @@ def test_micro_batches_change_neither_gradient_norm_nor_weights(folder: Path, mi
 
 def test_gradient_is_that_of_transformers_and_plain_torch(folder: Path) -> None:
     batch = shares((5, 4), (3, 6), advantages=[1.0, -0.5])
-    policy = trainer(folder, loss=LOSSES["tis"](importance_cap=1e9), temperature=0.7)
+    objective = Objective(loss=LOSSES["reinforce"], correction=Correction(high=1e9))
+    policy = trainer(folder, objective=objective, temperature=0.7)
     plain = AutoModelForCausalLM.from_pretrained(folder)
     total = 0.0
     for i, (a, b) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)):
@@ -136,12 +166,12 @@ def test_on_policy_importance_and_ratio_are_one_for_every_token_the_first_includ
 def test_first_minibatch_has_ratio_exactly_one_and_later_ones_move(folder: Path) -> None:
     seen: list[float] = []
 
-    def watching(rows: Rows) -> LossSums:
+    def watching(rows: Rows, limits: Limits) -> TokenLosses:
         seen.append(float((rows.current.detach() - rows.proximal).abs().max()))
-        return LOSSES["decoupled"]()(rows)
+        return LOSSES["decoupled"](rows, limits)
 
     batch = shares((5, 20), (2, 5), (9, 14), (3, 30), advantages=[1, -1, 0.5, -0.2])
-    policy = trainer(folder, loss=watching, num_minibatches=2, num_epochs=2, micro_batch_tokens=32)
+    policy = trainer(folder, objective=Objective(loss=watching), num_minibatches=2, num_epochs=2, micro_batch_tokens=32)
     metrics = policy.step(batch, 0)
     assert metrics["optimizer_steps"] == policy.num_steps == 4
     assert metrics["tokens"] == 2 * 69
@@ -193,8 +223,8 @@ def test_a_batch_without_loss_tokens_takes_no_step(folder: Path, lengths: tuple[
     policy = trainer(folder)
     before = weights(policy)
     metrics = policy.step(shares(*lengths), 0)
-    assert (metrics["empty_step"], metrics["optimizer_steps"], metrics["loss"], policy.num_steps) == (1, 0, 0, 0)
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+    assert (metrics["empty_steps"], metrics["optimizer_steps"], metrics["loss"], policy.num_steps) == (1, 0, 0, 0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.models.named_parameters().items())
 
 
 def test_non_finite_loss_stops_before_the_optimizer_and_names_the_tickets(folder: Path) -> None:
@@ -204,18 +234,17 @@ def test_non_finite_loss_stops_before_the_optimizer_and_names_the_tickets(folder
     batch.behavior_logprobs[30] = math.nan
     with pytest.raises(RuntimeError, match=r"non-finite loss while training version 5: .* tickets \[1\]"):
         policy.step(batch, 5)
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.models.named_parameters().items())
     assert policy.num_steps == 0
 
 
 def test_non_finite_gradient_of_a_finite_loss_names_the_tickets(folder: Path) -> None:
-    def infinite_slope(rows: Rows) -> LossSums:
+    def infinite_slope(rows: Rows) -> torch.Tensor:
         """Where the advantage is 2: the square root of 0, which is finite and has no slope."""
-        result = LOSSES["tis"]()(rows)
         apart = (rows.current - rows.current.detach()).abs() if rows.advantages[0] == 2 else rows.current.exp()
-        return LossSums(total=apart.sqrt().sum(), sums=result.sums, maxima=result.maxima)
+        return apart.sqrt()
 
-    policy = trainer(folder, loss=infinite_slope, micro_batch_tokens=32)
+    policy = trainer(folder, objective=made_up(infinite_slope), micro_batch_tokens=32)
     with pytest.raises(RuntimeError, match=r"gradient norm nan .* tickets \[1\]"):
         policy.step(shares((2, 20), (2, 20), (2, 20), advantages=[1, 2, 1]), 0)
 
@@ -242,16 +271,14 @@ def test_norm_reported_is_before_clipping_and_clipping_scales_all(folder: Path) 
 def test_gradient_norm_is_summed_in_float64() -> None:
     ranks = TrainerRanks(group=None, device=CPU)
     gradients = [torch.full((3,), 1e30), torch.full((1,), 2e30), torch.empty(0)]  # squares beyond float32
-    squares, loss = square_sum(gradients, ranks, 1, torch.tensor(2.5))
-    assert squares.sqrt().item() == pytest.approx(7**0.5 * 1e30, rel=1e-6)
-    assert loss == 2.5
+    assert square_sum(gradients, ranks).sqrt().item() == pytest.approx(7**0.5 * 1e30, rel=1e-6)
 
 
 def test_learning_rate_zero_changes_nothing(folder: Path) -> None:
     policy = trainer(folder, learning_rate=0.0)
     before = weights(policy)
     policy.step(shares((2, 20), (3, 8)), 0)
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_parameters().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.models.named_parameters().items())
 
 
 def test_step_makes_good_tokens_likelier_and_bad_ones_rarer(folder: Path) -> None:
@@ -293,7 +320,7 @@ def test_exported_folder_is_what_transformers_loads(folder: Path, tmp_path: Path
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, tensor in loaded.named_parameters():
         assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, policy.named_parameters()[name]), name
+        assert torch.equal(tensor, policy.models.named_parameters()[name]), name
     ids = np.arange(3, 40, dtype=np.int32)
     reread = trainer(tmp_path / "model")
     assert (reread.score(ids) == policy.score(ids)).all()
@@ -307,7 +334,7 @@ def test_state_of_step_zero_is_one_of_step_zero(folder: Path) -> None:
     restored.load_state_dict(trainer(folder).state_dict())
     fresh.step(batch, 0)
     restored.step(batch, 0)
-    assert all(torch.equal(weights(fresh)[n], t) for n, t in restored.named_parameters().items())
+    assert all(torch.equal(weights(fresh)[n], t) for n, t in restored.models.named_parameters().items())
 
 
 def test_temperature_must_be_positive(folder: Path) -> None:
@@ -331,4 +358,152 @@ def test_ratio_is_one_when_trained_at_the_temperature_of_sampling() -> None:
         trained, _ = token_logprobs(logits.expand(4, 4).contiguous(), torch.eye(4), every, temperature)
         assert (trained - sampled).exp().tolist() == pytest.approx(ratios, abs=0.01)
     rows = Rows(current=sampled, proximal=sampled, behavior=sampled, advantages=torch.ones(4), sequence=every * 0)
-    assert LOSSES["ppo"]()(rows).maxima["ratio_max"] == 1
+    assert LOSSES["ppo"](rows, Limits()).ratio.max() == 1
+
+
+def test_rejected_everything_takes_no_step_and_counts_as_empty(folder: Path) -> None:
+    policy = trainer(
+        folder,
+        objective=Objective(loss=LOSSES["reinforce"], correction=Correction(reject="off_policy", reject_above=0.1)),
+    )
+    before = weights(policy)
+    batch = on_policy(policy, shares((2, 5), (2, 7)))
+    batch.behavior_logprobs[batch.loss_mask] += 1.0
+    metrics = policy.step(batch, 0)
+    assert (metrics["loss"], metrics["optimizer_steps"], metrics["empty_steps"], metrics["rejected_share"]) == (
+        0,
+        0,
+        1,
+        1,
+    )
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.models.named_parameters().items())
+
+
+def test_rejected_sequences_leave_the_denominator(folder: Path) -> None:
+    objective = Objective(loss=LOSSES["reinforce"], correction=Correction(reject="off_policy", reject_above=0.1))
+    policy = trainer(folder, objective=objective)
+    batch = on_policy(policy, shares((5, 20), (2, 10), advantages=[1, 1]))
+    batch.behavior_logprobs[25:][batch.loss_mask[25:]] += 1.0
+    alone = trainer(folder, objective=objective).step(select(batch, [0]), 0)
+    both = policy.step(batch, 0)
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert both["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-6)
+    assert both["rejected_share"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_micro_batches_change_no_aggregation(folder: Path, name: str) -> None:
+    batch = shares((5, 20), (2, 1), (9, 14), (1, 30), (4, 7), advantages=[1, -1, 0.5, 0, 2])
+    aggregation = partial(AGGREGATIONS[name], longest=64)
+    whole = trainer(folder, aggregation=aggregation).step(batch, 0)
+    cut = trainer(folder, aggregation=aggregation, micro_batch_tokens=32).step(batch, 0)
+    assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-6)
+    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert whole["padding_share"] == 0
+
+
+def test_reference_is_the_model_as_it_was_at_the_same_temperature(folder: Path) -> None:
+    objective = Objective(loss=LOSSES["decoupled"], kl="k2", kl_coefficient=0.5)
+    policy = trainer(folder, objective=objective, reference=load(folder), temperature=0.7)
+    batch = shares((5, 20), (2, 9), advantages=[1, 0])
+    first = policy.step(batch, 0)
+    assert first["kl_reference"] == 0
+    assert first["computed_tokens"] == 29  # the sequence without an advantage is held to the reference, too
+    second = policy.step(batch, 1)
+    moved = [
+        token_logprobs(
+            hidden_states(model, ids[:-1], [0, 24]), model.get_output_embeddings().weight, ids[1:], temperature=0.7
+        )[0][4:].detach()
+        for ids in [torch.from_numpy(batch.token_ids[:25]).long()]
+        for model in (policy.model, load(folder))
+    ]
+    assert second["kl_reference"] > 0
+    third = policy.step(select(batch, [0]), 2)
+    assert third["kl_reference"] == pytest.approx(((moved[0] - moved[1]).square() / 2).mean().item(), rel=1e-3)
+
+
+def test_entropy_bonus_raises_the_entropy(folder: Path) -> None:
+    batch = shares((5, 20), advantages=[0.0])
+    plain = trainer(folder, objective=Objective(loss=LOSSES["decoupled"]))
+    bonus = trainer(folder, objective=Objective(loss=LOSSES["decoupled"], entropy_coefficient=1.0))
+    assert plain.step(batch, 0)["grad_norm"] == 0
+    before, after = bonus.step(batch, 0), bonus.step(batch, 1)
+    assert before["loss"] == pytest.approx(-before["entropy"], rel=1e-6)
+    assert after["entropy"] > before["entropy"]
+
+
+def test_interpolated_proximal_needs_no_forward_and_starts_at_ratio_one(folder: Path) -> None:
+    seen: list[float] = []
+
+    def watching(rows: Rows, limits: Limits) -> TokenLosses:
+        seen.append(float((rows.current.detach() - rows.proximal).abs().max()))
+        return LOSSES["decoupled"](rows, limits)
+
+    batch = shares((5, 20), (2, 5), (9, 14), (3, 30), version=4)
+    policy = trainer(
+        folder, objective=Objective(loss=watching), num_minibatches=2, interpolate_proximal=True, learning_rate=1e-2
+    )
+    calls = []
+    policy.models.policy.register_forward_hook(lambda *_: calls.append(1))
+    policy.step(on_policy(policy, batch), 5)
+    assert seen[0] == 0.0
+    assert seen[1] > 0
+    assert len(calls) == 4 + 2  # the scores of on_policy, then one forward for each minibatch
+
+
+@pytest.mark.parametrize("body", ["shared", "own"])
+def test_critic_learns_the_reward_and_its_policy_follows_the_better_half(folder: Path, body: str) -> None:
+    kind = {"shared_critic": True} if body == "shared" else {"critic": load(folder)}
+    policy = trainer(
+        folder, **kind, credit=Credit(clip=10.0), critic_learning_rate=1e-2, learning_rate=1e-4, micro_batch_tokens=32
+    )
+    batch = on_policy(policy, shares((4, 20), (4, 20), advantages=[1, -1]))
+    before = [policy.score(ids)[4:].sum() for ids in np.split(batch.token_ids, 2)]
+    metrics = [policy.step(batch, n) for n in range(12)]
+    after = [policy.score(ids)[4:].sum() for ids in np.split(batch.token_ids, 2)]
+    assert metrics[0]["value_mean"] == 0
+    squares = sum(0.95 ** (2 * k) for k in range(20)) / 20  # |return| = 0.95^k, k tokens before the end
+    assert metrics[0]["value_loss"] == pytest.approx(0.5 * squares / 2, rel=1e-5)
+    assert metrics[-1]["value_loss"] < metrics[0]["value_loss"] / 2
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+    assert not any("value" in name for name in policy.models.named_parameters())
+    assert set(policy.state_dict()) == {
+        "model",
+        "optimizer",
+        "num_steps",
+        "value_head" if body == "shared" else "critic",
+    }
+
+
+def test_a_critic_needs_to_be_told_how_to_credit(folder: Path) -> None:
+    with pytest.raises(ValueError, match="credit"):
+        trainer(folder, shared_critic=True)
+
+
+def test_non_finite_weights_stop_before_the_optimizer(folder: Path) -> None:
+    policy = trainer(folder)
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[0, 0] = math.inf  # of a token that no rollout has
+    with pytest.raises(RuntimeError, match="non-finite weights in version 3"):
+        policy.step(shares((2, 20)), 3)
+
+
+def test_step_reports_its_use_of_the_machine(folder: Path) -> None:
+    metrics = trainer(folder).step(shares((5, 20), (2, 30)), 0)
+    assert 0 < metrics["mfu"] < 1
+    assert metrics["peak_memory_bytes"] > 1e8
+    assert metrics["padding_share"] == 0
+
+
+def test_percentiles_are_of_all_tokens(folder: Path) -> None:
+    policy = trainer(folder, micro_batch_tokens=32)
+    batch = on_policy(policy, shares((2, 25), (2, 25), (2, 25), (2, 25)))
+    for i, loss_tokens in enumerate(np.split(np.flatnonzero(batch.loss_mask), 4)):
+        batch.behavior_logprobs[loss_tokens] -= math.log([4.0, 0.5, 1.0, 1.0][i])
+    batch.behavior_logprobs[np.flatnonzero(batch.loss_mask)[0]] -= math.log(2.0)
+    metrics = policy.step(batch, 0)
+    assert metrics["importance_p1"] == pytest.approx(0.5, rel=0.02)
+    assert metrics["importance_p50"] == pytest.approx(1.0, rel=0.02)
+    assert metrics["importance_p99"] == pytest.approx(4.0, rel=0.02)
+    assert metrics["importance_max"] == pytest.approx(8.0, rel=1e-3)

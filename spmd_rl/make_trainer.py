@@ -1,0 +1,95 @@
+"""A trainer as the config asks for it: on a rank of a mesh, or alone for a replay.
+
+Every choice is a name in a visible dict of the part it belongs to.  Knows nothing of messages or runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmd_rl.config import Config
+from spmd_rl.model import build
+from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.objective.corrections import Correction
+from spmd_rl.objective.losses import LOSSES, Limits
+from spmd_rl.trainer.critic import Credit
+from spmd_rl.trainer.lora import Lora
+from spmd_rl.trainer.models import Models
+from spmd_rl.trainer.trainer import Trainer
+
+
+def make_trainer(
+    config: Config,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    context: ProcessGroup | None = None,
+) -> Trainer:
+    """Weights are those of model.path; a checkpoint is loaded into it afterwards."""
+    t, critic = config.trainer, config.critic
+    with_critic = t.advantage == "gae"
+
+    def model() -> torch.nn.Module:
+        return build(config.model.path, device=device, dtype=torch.float32, weights=True)
+
+    low_rank = config.lora
+    lora = Lora(rank=low_rank.rank, alpha=low_rank.alpha, targets=low_rank.targets) if low_rank.rank else None
+    models = Models(
+        policy=model(),
+        reference=model() if t.kl_coefficient else None,
+        critic=model() if with_critic and critic.body == "own" else None,
+        shared_critic=with_critic and critic.body == "shared",
+        lora=lora,
+        mesh=mesh,
+        context=context,
+        device=device,
+        activation_checkpointing=t.activation_checkpointing,
+        cpu_offload=t.cpu_offload,
+    )
+    return Trainer(
+        models=models,
+        group=group,
+        objective=make_objective(config),
+        aggregation=partial(AGGREGATIONS[t.aggregation], longest=config.rollout.max_tokens),
+        credit=Credit(
+            gamma=critic.gamma, lam=critic.lam, level=critic.level, clip=critic.clip, coefficient=critic.coefficient
+        )
+        if with_critic
+        else None,
+        learning_rate=t.learning_rate,
+        critic_learning_rate=critic.learning_rate,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        warmup_steps=t.warmup_steps,
+        grad_clip=t.grad_clip,
+        micro_batch_tokens=t.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        num_minibatches=t.num_minibatches,
+        num_epochs=t.num_epochs,
+        interpolate_proximal=t.proximal == "loglinear",
+    )
+
+
+def make_objective(config: Config) -> Objective:
+    t = config.trainer
+    return Objective(
+        loss=LOSSES[t.loss],
+        limits=Limits(clip_low=t.clip_low, clip_high=t.clip_high, clip_dual=t.clip_dual),
+        correction=Correction(
+            kind=t.correction,
+            level=t.correction_level,
+            low=t.importance_low,
+            high=t.importance_high,
+            reject=t.reject,
+            reject_above=t.reject_above,
+        ),
+        entropy_coefficient=t.entropy,
+        kl=t.kl,
+        kl_coefficient=t.kl_coefficient,
+        kl_in=t.kl_in,
+    )

@@ -1,0 +1,107 @@
+"""PPO's critic: values of the states before each loss token, advantages from them, and the loss that trains them.
+
+Given log-prob-like tensors of a micro-batch.  Credit goes to tokens, or to turns: a turn is one action, valued at its
+first token, and all its tokens share its advantage.  The rollout's reward (the `advantage` of the batch) comes with its
+last token or turn.  Knows nothing of models, shards or how values are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmd_rl.advantages import gae
+from spmd_rl.trainer.microbatch import MicroBatch
+from spmd_rl.trainer.ranks import TrainerRanks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Credit:
+    """How values become advantages."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    level: str = "token"  # of LEVELS
+    clip: float = 0.2  # a value may move this far from that at the start of the batch before its gradient is cut
+    coefficient: float = 0.5  # of the value loss in the objective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Credited:
+    """What the loss tokens of a micro-batch are trained with, for all steps of its batch."""
+
+    advantages: Tensor  # [N] float32
+    values: Tensor  # [N] float32, at the start of the batch
+    returns: Tensor  # [N] float32, what the values should have been
+    valued: Tensor  # [N] bool, the tokens whose value is trained
+
+
+def every_token(micro: MicroBatch) -> np.ndarray:  # [N] bool
+    return np.ones(len(micro.rows), np.bool_)
+
+
+def first_of_turn(micro: MicroBatch) -> np.ndarray:  # [N] bool
+    """A turn begins where the token before it is not under the loss mask, or of another sequence."""
+    first = np.ones(len(micro.rows), np.bool_)
+    first[1:] = (np.diff(micro.rows) != 1) | (np.diff(micro.sequence) != 0)
+    return first
+
+
+LEVELS = {"token": every_token, "turn": first_of_turn}
+
+
+def credit(micro: MicroBatch, values: Tensor, how: Credit) -> Credited:
+    """Before standardization."""
+    seen = values.double().cpu().numpy()
+    steps = np.flatnonzero(LEVELS[how.level](micro))  # [M] first token of each action
+    lengths = np.diff(np.r_[steps, len(seen)])
+    sequence = micro.sequence[steps]
+    last = np.r_[sequence[1:] != sequence[:-1], True]
+    rewards = np.where(last, micro.advantages[steps], 0.0)
+    advantages = np.zeros(len(steps))
+    for i in np.unique(sequence):
+        mine = np.flatnonzero(sequence == i)
+        advantages[mine] = gae(
+            rewards[mine], seen[steps[mine]], np.ones(len(mine), np.bool_), gamma=how.gamma, lam=how.lam
+        )
+    returns = advantages + seen[steps]
+    valued = np.zeros(len(seen), np.bool_)
+    valued[steps] = True
+
+    def tensor(array: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.from_numpy(array).to(values.device, dtype)
+
+    return Credited(
+        advantages=tensor(np.repeat(advantages, lengths)),
+        values=values,
+        returns=tensor(np.repeat(returns, lengths)),
+        valued=tensor(valued, torch.bool),
+    )
+
+
+def standardize(credited: list[Credited | None], ranks: TrainerRanks) -> list[Credited | None]:
+    """Advantages of all tokens of the batch, on all ranks, to mean 0 and standard deviation 1."""
+    moments = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+    for c in credited:
+        if c is not None:
+            a = c.advantages.double()
+            moments += torch.stack([torch.ones_like(a).sum(), a.sum(), a.square().sum()])
+    num, total, squares = ranks.sum(moments).tolist()
+    mean = total / max(num, 1.0)
+    std = max((squares / max(num, 1.0) - mean**2), 0.0) ** 0.5
+
+    def scaled(c: Credited) -> Credited:
+        advantages = (c.advantages - mean) / max(std, 1e-8)
+        return Credited(advantages=advantages, values=c.values, returns=c.returns, valued=c.valued)
+
+    return [None if c is None else scaled(c) for c in credited]
+
+
+def value_losses(values: Tensor, credited: Credited, how: Credit) -> Tensor:  # [N], with gradient
+    """max((V - R)², (clip(V, V_old ± clip) - R)²) / 2 where a value is trained (Schulman et al. 2017)."""
+    near = credited.values + (values - credited.values).clamp(-how.clip, how.clip)
+    worst = torch.maximum((values - credited.returns).square(), (near - credited.returns).square())
+    return how.coefficient * torch.where(credited.valued, worst / 2, torch.zeros_like(worst))

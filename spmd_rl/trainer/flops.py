@@ -1,0 +1,68 @@
+"""What a step costs and what the device could do: floating-point operations, the matrix-multiply peak, memory.
+
+The peak is measured once, on this device with its idle neighbours or busy ones, so that a share of it means something
+on any machine.  Knows nothing of ranks or losses.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache, cached_property
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from spmd_rl.trainer.microbatch import MicroBatch
+
+
+class Flops:
+    """Of training steps of one model: forward and backward, 3 times the forward; what is recomputed does not count."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        config = model.config.get_text_config()
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self.per_input = 2 * sum(p.numel() for p in model.base_model.layers.parameters())  # a token through the body
+        self.per_row = 2 * config.vocab_size * config.hidden_size  # a loss token through the head
+        self.per_pair = 4 * width * layers  # a query with a key that it sees, twice (q · k and p · v)
+        self._device = device
+
+    def of(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Stand-ins cost nothing that is asked for."""
+        return sum(self._of(m) for m in micro_batches if not m.is_stand_in)
+
+    def _of(self, micro: MicroBatch) -> float:
+        lengths = [b - a for a, b in pairwise(micro.cu_seqlens)]
+        pairs = sum(n * (n + 1) / 2 for n in lengths)
+        return 3.0 * (self.per_input * sum(lengths) + self.per_row * len(micro.rows) + self.per_pair * pairs)
+
+    @cached_property
+    def peak(self) -> float:
+        """Operations per second of this rank's device in the precision of the step."""
+        return matmul_peak(self._device)
+
+
+@cache
+def matmul_peak(device: torch.device) -> float:
+    """The best of a few square multiplications: bfloat16 on CUDA, float32 elsewhere; some 0.2 s."""
+    cuda = device.type == "cuda"
+    size = 8192 if cuda else 768
+    a, b = (torch.ones(size, size, device=device, dtype=torch.bfloat16 if cuda else torch.float32) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        started = time.perf_counter()
+        (a @ b).sum().item() if cuda else a @ b
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def peak_memory_bytes(device: torch.device) -> float:
+    """Most that this process has held so far: of the device's memory, or on the CPU of all."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most * (1.0 if sys.platform == "darwin" else 1024.0)

@@ -1,0 +1,77 @@
+"""Credit by a critic's values, by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.trainer.critic import Credit, Credited, credit, first_of_turn, standardize, value_losses
+from spmd_rl.trainer.ranks import TrainerRanks
+
+CPU = torch.device("cpu")
+
+
+def micro(rows: list[int], sequence: list[int], rewards: list[float]) -> SimpleNamespace:
+    return SimpleNamespace(
+        rows=np.array(rows), sequence=np.array(sequence), advantages=np.array(rewards, np.float32)[np.array(sequence)]
+    )
+
+
+def test_tokens_are_credited_with_the_reward_at_the_end_of_their_own_sequence() -> None:
+    batch = micro([3, 4, 9, 10], [0, 0, 1, 1], [1.0, -2.0])
+    found = credit(batch, torch.tensor([0.0, 0.0, 0.5, -1.0]), Credit(lam=0.95))
+    # second sequence: δ = -1 - 0.5 and -2 + 1, so -1.5 - 0.95 and -1
+    assert found.advantages.tolist() == pytest.approx([0.95, 1.0, -2.45, -1.0])
+    assert found.returns.tolist() == pytest.approx([0.95, 1.0, -1.95, -2.0])
+    assert found.valued.all()
+
+
+def test_a_turn_is_one_action_valued_at_its_first_token() -> None:
+    """Tokens 5 6 | 9 10 11 of one sequence: two turns, with a tool's answer between them."""
+    batch = micro([4, 5, 8, 9, 10], [0] * 5, [1.0])
+    found = credit(batch, torch.tensor([0.25, 7.0, 0.5, 7.0, 7.0]), Credit(lam=0.5, level="turn"))
+    assert first_of_turn(batch).tolist() == [True, False, True, False, False]
+    # last turn 1 - 0.5; first 0.5 - 0.25 + 0.5 · 0.5
+    assert found.advantages.tolist() == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.5])
+    assert found.returns.tolist() == pytest.approx([0.75, 0.75, 1.0, 1.0, 1.0])
+    assert found.valued.tolist() == [True, False, True, False, False]
+
+
+def test_adjacent_rows_of_two_sequences_are_two_turns() -> None:
+    assert first_of_turn(micro([4, 5], [0, 1], [0.0, 0.0])).tolist() == [True, True]
+
+
+def credited(advantages: list[float], **others: list) -> Credited:
+    parts = {name: torch.tensor(value) for name, value in others.items()}
+    zeros = torch.zeros(len(advantages))
+    defaults = {"values": zeros, "returns": zeros, "valued": zeros == 0}
+    return Credited(advantages=torch.tensor(advantages), **(defaults | parts))
+
+
+def test_advantages_are_standardized_over_all_tokens_of_the_batch() -> None:
+    first, nothing, second = standardize(
+        [credited([1.0, 3.0]), None, credited([5.0])], TrainerRanks(group=None, device=CPU)
+    )
+    assert nothing is None
+    scale = (8 / 3) ** 0.5
+    assert [*first.advantages.tolist(), *second.advantages.tolist()] == pytest.approx([-2 / scale, 0, 2 / scale])
+
+
+@pytest.mark.parametrize(
+    ("value", "returns", "loss", "slope"),
+    [
+        (0.1, 1.0, 0.5 * 0.81 / 2, 0.5 * -0.9),  # near its old value 0
+        (0.5, 1.0, 0.5 * 0.64 / 2, 0.0),  # moved beyond 0.2: the loss at 0.2, no gradient
+        (0.5, 0.0, 0.5 * 0.25 / 2, 0.5 * 0.5),  # beyond, and away from the return: pulled back
+    ],
+)
+def test_value_loss_is_clipped_around_the_value_at_the_start(
+    value: float, returns: float, loss: float, slope: float
+) -> None:
+    values = torch.tensor([value, 9.0], requires_grad=True)
+    start = credited([0.0, 0.0], values=[0.0, 0.0], returns=[returns, 0.0], valued=[True, False])
+    losses = value_losses(values, start, Credit(clip=0.2, coefficient=0.5))
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([loss, 0.0])
+    assert values.grad.tolist() == pytest.approx([slope, 0.0])

@@ -1,0 +1,90 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spmd_rl import batch_log, packing, tiny_model
+from spmd_rl import config as config_module
+from spmd_rl.cli import main
+from spmd_rl.make_trainer import make_trainer
+from spmd_rl.replay import logged, newest_until, replay, train_again
+from spmd_rl.run_dir import RunDir
+from spmd_rl.types import Batch
+from tests.unit.test_trainer import CPU, rollout
+
+STEPS, RANKS = 3, 2
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of two trainer ranks, two minibatches and two epochs, as it lies on disk."""
+    root = tmp_path_factory.mktemp("run")
+    tiny_model.make(root / "tiny")
+    config = config_module.from_tree(
+        {
+            "model": {"path": str(root / "tiny")},
+            "env": {"a": {"path": "m:C"}},
+            "topology": {"trainer": RANKS},
+            "trainer": {"num_minibatches": 2, "num_epochs": 2, "learning_rate": 1e-3, "kl_coefficient": 0.1},
+        }
+    )
+    run_dir = RunDir(root / "run")
+    run_dir.create()
+    run_dir.config.write_text(config_module.dump(config))
+    trainer = make_trainer(config, device=CPU)
+    for n in range(STEPS):
+        rollouts = [rollout(10 * n + i, 2 + i, 5 + 3 * i, version=n) for i in range(8)]
+        rollouts[3].finish_reason = "error"
+        batch = Batch(index=n, rollouts=rollouts, advantages=np.linspace(-1, 1, 8, dtype=np.float32))
+        packed = batch_log.write(run_dir.batches, batch, lambda r: not r.failed)
+        metrics = train_again(trainer, packing.shares(packed, RANKS, width=128), n)
+        assert metrics["tokens"] == 2 * sum(r.num_trainable for r in rollouts if not r.failed)
+        line = {"kind": "step", "version": n + 1, **{f"trainer/{k}": v for k, v in metrics.items()}}
+        with open(run_dir.metrics, "a") as file:
+            file.write(json.dumps(line) + "\n")
+    return run_dir
+
+
+def test_any_logged_batch_comes_to_the_logged_loss(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(run_dir.path), "--step", str(STEPS - 1)]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()[-STEPS - 1 :]
+    assert first.startswith("version 0 from")
+    for n, line in enumerate(lines):
+        assert line.startswith(f"batch {n}  loss ")
+        assert line.count("difference +0.0e+00") == 2  # loss and gradient norm
+    assert logged(run_dir, 2)["version"] == 2 and logged(run_dir, 9) == {}
+
+
+def test_a_changed_batch_shows(run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "run")
+    other.create()
+    for name in ("config", "metrics"):
+        getattr(other, name).write_text(getattr(run_dir, name).read_text())
+    packed = batch_log.read(run_dir.batches, 0)
+    packing.save(dataclasses.replace(packed, advantage=2 * packed.advantage), other.batches / "step_0.safetensors")
+    replay(other.path, 0)
+    assert "difference +0.0e+00" not in capsys.readouterr().out
+
+
+def test_members_that_are_not_usable_stay_so_in_the_log(run_dir: RunDir) -> None:
+    assert batch_log.read(run_dir.batches, 1).usable.tolist() == [True] * 3 + [False] + [True] * 4
+    entries = json.loads((run_dir.batches / "step_1.json").read_text())["rollouts"]
+    assert [entry["usable"] for entry in entries].count(False) == 1
+
+
+def test_what_is_not_there_is_said(run_dir: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"step_7.safetensors: no such batch; logged are 0 … 2"):
+        replay(run_dir.path, 7)
+    with pytest.raises(ValueError, match="not a run directory"):
+        replay(tmp_path, 0)
+
+
+def test_weights_come_from_the_newest_checkpoint_before_the_step(tmp_path: Path) -> None:
+    for version in (2, 4):
+        (tmp_path / f"step_{version}").mkdir()
+        (tmp_path / f"step_{version}" / "COMPLETE").touch()
+    (tmp_path / "step_3").mkdir()
+    assert [newest_until(tmp_path, v)[0] for v in (1, 2, 3, 4, 9)] == [0, 2, 2, 4, 4]
+    assert newest_until(tmp_path, 1) == (0, None)
