@@ -138,7 +138,9 @@ class Inference:
     """The engines."""
 
     engine: str = "native"
-    """native"""
+    """native | vllm (needs the extra: pip install 'spmd_rl[vllm]')"""
+    tensor_parallel: int = 1
+    """inference ranks that make one engine (vllm only)"""
     engine_on_rank0: bool = True
     """false: rank 0 is the orchestrator only"""
     max_slots: int = 64
@@ -148,7 +150,9 @@ class Inference:
     kv_on_update: str = "recompute"
     """recompute | keep: KV cache of running sequences when new weights arrive"""
     deterministic: bool = False
-    """compute each sequence alone, so that nothing depends on what else is in the batch"""
+    """compute each sequence alone, so that nothing depends on what else is in the batch (native only)"""
+    kv_cache_mib: int = 0
+    """KV cache of each rank with a vllm engine; 0: room for max_slots sequences of max_seq_len"""
 
 
 @SETTINGS
@@ -236,6 +240,7 @@ class Config:
             num_trainers=self.topology.trainer,
             dp_replicate=self.topology.dp_replicate,
             engine_on_rank0=self.inference.engine_on_rank0,
+            engine_ranks_each=self.inference.tensor_parallel,
         )
 
     @property
@@ -268,7 +273,7 @@ CHOICES = {
     "staleness.order": ("completion", "oldest", "admission"),
     "staleness.over_age": ("wait", "drop"),
     "staleness.on_update": ("continue", "hold", "restart"),
-    "inference.engine": ("native",),
+    "inference.engine": ("native", "vllm"),
     "inference.kv_on_update": ("recompute", "keep"),
     "trainer.advantage": ("grpo", "dr_grpo", "rloo"),
     "trainer.loss": ("decoupled", "ppo", "tis"),
@@ -293,6 +298,8 @@ AT_LEAST = {
     "staleness.window": 1,
     "staleness.max_age": -1,
     "staleness.queue_size": 1,
+    "inference.tensor_parallel": 1,
+    "inference.kv_cache_mib": 0,
     "inference.max_slots": 1,
     "inference.max_seq_len": 2,
     "trainer.learning_rate": 0,
@@ -446,6 +453,7 @@ def _check(config: Config) -> None:
         if not value >= least:
             raise ValueError(f"config: {key} = {value}: must be at least {least}")
     topology, rollout, staleness, trainer = config.topology, config.rollout, config.staleness, config.trainer
+    inference = config.inference
     for name, env in config.env.items():
         for key, path in ((f"env.{name}.path", env.path), ("model.make", config.model.make or "a:b")):
             if path.count(":") != 1:
@@ -497,6 +505,20 @@ def _check(config: Config) -> None:
             rollout.max_tokens >= config.inference.max_seq_len,
             f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in inference.max_seq_len = "
             f"{config.inference.max_seq_len}",
+        ),
+        (
+            inference.engine == "native" and inference.tensor_parallel > 1,
+            f"inference.tensor_parallel = {inference.tensor_parallel} needs inference.engine = 'vllm': a native "
+            "engine is one rank's",
+        ),
+        (
+            inference.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k > 0),
+            f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k} with inference.engine = 'vllm': its log-probs "
+            "would be those of the truncated distribution, not of the policy; use 1 and 0, or engine = 'native'",
+        ),
+        (
+            inference.engine == "vllm" and inference.deterministic,
+            "inference.deterministic needs inference.engine = 'native'",
         ),
         (not 0 <= trainer.clip_low < 1, f"trainer.clip_low = {trainer.clip_low}: must be at least 0 and below 1"),
         (trainer.clip_high < 0, f"trainer.clip_high = {trainer.clip_high}: must be at least 0"),

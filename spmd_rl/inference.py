@@ -15,15 +15,13 @@ import torch
 
 from spmd_rl import envs, packing
 from spmd_rl.config import Config
-from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine_thread import EngineThread
+from spmd_rl.engines import build_engine
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
-from spmd_rl.model import build, engine_dtype
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
-from spmd_rl.weight_layout import manifest
 from spmd_rl.weight_sync import WeightReceiver
 from spmd_rl.world import World
 
@@ -39,18 +37,9 @@ class InferenceRank:
         self._probe_every, self._probe = config.run.probe_every, []
         self._jobs: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
-        dtype = engine_dtype(config.model.dtype, world.device)
-        model = build(config.model.path, device=world.device, dtype=dtype, weights=False)
-        specs = manifest(model, dtype=dtype)
+        engine, specs = build_engine(world, config)
         self._engine = EngineThread(
-            engine=NativeEngine(
-                model=model,
-                device=world.device,
-                max_slots=config.inference.max_slots,
-                max_seq_len=config.inference.max_seq_len,
-                kv_on_update=config.inference.kv_on_update,
-                deterministic=config.inference.deterministic,
-            ),
+            engine=engine,
             loop=self._loop,
             failed=live.failed,
             on_update=config.staleness.on_update,
@@ -133,9 +122,10 @@ class InferenceRank:
 
 async def run_inference(world: World, config: Config, live: Liveness) -> None:
     """An inference rank other than 0, until rank 0 says stop."""
+    live.progress("building the engine")
     loop = asyncio.get_running_loop()
+    rank = InferenceRank(world=world, config=config, live=live, send=lambda message: outbox.put(message))
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost, depth=1 << 16)
-    rank = InferenceRank(world=world, config=config, live=live, send=outbox.put)
     inbox = Inbox(
         peer=0,
         group=world.ctl,

@@ -72,7 +72,7 @@ async def run_orchestrator(
             "token_ids": np.concatenate(sequences),
             "cu_seqlens": np.cumsum([0, *map(len, sequences)], dtype=np.int64),
         }
-        for rank in (*world.engine_ranks, *world.trainer_ranks):
+        for rank in (*world.topology.engine_leaders, *world.trainer_ranks):
             send(rank, Message(Kind.PROBE, {}, arrays))
 
     def cancel(rank: int, work: GroupWork) -> None:
@@ -84,11 +84,12 @@ async def run_orchestrator(
             send(rank, Message(kind, words))
 
     links = Links(
-        engines=world.engine_ranks,
+        engines=world.topology.engine_leaders,
+        holders=world.engine_ranks,
         trainers=world.trainer_ranks,
         work=lambda rank, work: send(rank, work_message(work)),
         cancel=cancel,
-        stats=lambda number: to_all(world.engine_ranks, Kind.STATS, number=number),
+        stats=lambda number: to_all(world.topology.engine_leaders, Kind.STATS, number=number),
         batch=ship,
         probe=probe,
         finish_training=lambda export: to_all(world.trainer_ranks, Kind.STOP, export=export),
@@ -99,7 +100,7 @@ async def run_orchestrator(
         steps=config.run.steps,
         max_staleness=config.staleness.max_staleness,
         bound=config.age_bound,
-        num_engines=len(world.engine_ranks),
+        num_engines=len(world.topology.engines),
         decode=tokenizer.decode,
         say=lambda line: print(line, flush=True),
     )

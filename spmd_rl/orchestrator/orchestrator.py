@@ -54,7 +54,8 @@ class Recorder(Protocol):
 class Links:
     """What the orchestrator may ask of other ranks; none of these waits."""
 
-    engines: tuple[int, ...]  # ranks with an engine
+    engines: tuple[int, ...]  # ranks that lead an engine
+    holders: tuple[int, ...]  # ranks that hold weights of an engine, leaders and members
     trainers: tuple[int, ...]
     work: Callable[[int, GroupWork], None]  # start a group on an engine's rank
     cancel: Callable[[int, GroupWork], None]
@@ -152,7 +153,7 @@ class Orchestrator:
         )
 
         self._steps: RollCall[dict[str, float]] = RollCall("step to version", links.trainers)
-        self._loads: RollCall[Loaded] = RollCall("weights", links.engines)
+        self._loads: RollCall[Loaded] = RollCall("weights", links.holders)
         self._saves: RollCall[None] = RollCall("checkpoint", links.trainers)
         self._final_saves: RollCall[None] = RollCall("final checkpoint", links.trainers)
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
