@@ -517,6 +517,11 @@ def _check(config: Config) -> None:
             "would be those of the truncated distribution, not of the policy; use 1 and 0, or engine = 'native'",
         ),
         (
+            inference.engine == "vllm" and max(rollout.temperature, config.eval.temperature) > 2,
+            f"rollout.temperature = {rollout.temperature}, eval.temperature = {config.eval.temperature}: "
+            "vLLM takes 2 at most",
+        ),
+        (
             inference.engine == "vllm" and inference.deterministic,
             "inference.deterministic needs inference.engine = 'native'",
         ),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ def check_version(version: str) -> None:
 @dataclass(eq=False)
 class _Request:
     prompt: list[int]
-    sampling: Sampling
+    params: SamplingParams
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -148,7 +149,9 @@ class VllmEngine:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
         if request_id in self._waiting or request_id in self._running:
             raise ValueError(f"request {request_id} is already in the engine")  # vLLM would mix the two
-        self._waiting[request_id] = _Request(prompt.tolist(), sampling)
+        if sampling.temperature > 2:
+            raise ValueError(f"request {request_id}: temperature {sampling.temperature}, vLLM takes 2 at most")
+        self._waiting[request_id] = _Request(prompt.tolist(), self._params(sampling, logprobs=0))
 
     def cancel(self, request_id: int) -> None:
         if request := self._waiting.pop(request_id, None):
@@ -203,9 +206,11 @@ class VllmEngine:
         for variable, value in _DEFAULTS.items():
             os.environ.setdefault(variable, value)
         set_num_threads = torch.set_num_threads
-        from vllm import EngineArgs, LLMEngine
-        from vllm.v1.engine import core
-        from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at everything that torch.distributed has
+            from vllm import EngineArgs, LLMEngine
+            from vllm.v1.engine import core
+            from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
         core.cleanup_dist_env_and_memory = lambda *_, **__: None  # it would destroy the default group, which is ours
         if self._device.type == "cpu":
@@ -222,7 +227,7 @@ class VllmEngine:
         while self._waiting and len(self._running) < self._max_slots:
             request_id, request = self._waiting.popitem(last=False)
             self._running[request_id] = request
-            self._enter(str(request_id), request.prompt, self._params(request.sampling, logprobs=0))
+            self._enter(str(request_id), request.prompt, request.params)
 
     def _enter(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         """With the version as salt nothing is shared with keys and values of older weights."""
