@@ -52,7 +52,6 @@ def _vllm(world: World, config: Config) -> tuple[Engine, list[TensorSpec]]:
         config=model.config,
         specs=specs,
         group=world.engine_group,
-        name=f"engine-{members[0]}",
         device=world.device,
         dtype=dtype,
         max_slots=inference.max_slots,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
@@ -92,7 +94,6 @@ class VllmEngine:
         config: PretrainedConfig,  # of that folder
         specs: Sequence[TensorSpec],  # what an update consists of
         group: ProcessGroup,  # the ranks of this engine, made by all ranks of the job
-        name: str,  # different for every engine of the job
         device: torch.device,
         dtype: torch.dtype,
         max_slots: int,
@@ -118,7 +119,6 @@ class VllmEngine:
         block = CPU_BLOCK if device.type == "cpu" else 16
         blocks = (max_slots + 1) * -(-(max_seq_len + 1) // block) + 1
         self._engine = self._start(
-            name,
             model=str(folder),
             dtype=str(dtype).removeprefix("torch."),
             load_format="dummy",
@@ -201,7 +201,7 @@ class VllmEngine:
             parallel_state._WORLD = parallel_state._NODE_COUNT = None
         del self._engine
 
-    def _start(self, name: str, **settings: object) -> LLMEngine:
+    def _start(self, **settings: object) -> LLMEngine:
         os.environ.update(_SETTINGS)
         for variable, value in _DEFAULTS.items():
             os.environ.setdefault(variable, value)
@@ -215,11 +215,15 @@ class VllmEngine:
         core.cleanup_dist_env_and_memory = lambda *_, **__: None  # it would destroy the default group, which is ours
         if self._device.type == "cpu":
             torch._dynamo.config.disable = True  # the sampler alone would be compiled, for seconds
-            # with a group at hand the method is only a name, which engines on one node must not share
+            # a place to meet is not needed, but the shared memory between an engine's ranks is called after it
+            name = _common_name(self._group)
             launched = f"file:///{name}", self._group.rank(), self._local_rank
             ExecutorWithExternalLauncher._distributed_args = lambda _: launched
         with as_default_group(self._group, local_rank=self._local_rank):
             engine = LLMEngine.from_engine_args(EngineArgs(**settings))
+        if self._device.type == "cpu":
+            for segment in Path("/dev/shm").glob(f"{name}-*"):
+                segment.unlink(missing_ok=True)  # all ranks have it: so nothing is left when the process is killed
         torch.set_num_threads = set_num_threads  # the CPU worker replaces it
         return engine
 
@@ -278,6 +282,13 @@ class VllmEngine:
                 )
         del self._running[request_id]
         self._ended.append((request_id, request.completion(new.finish_reason)))
+
+
+def _common_name(group: ProcessGroup) -> str:
+    """The same on the ranks of the group, and nobody else's on this machine."""
+    number = torch.tensor([secrets.randbits(62)])
+    dist.broadcast(number, group=group, group_src=0)
+    return f"spmd_rl-{int(number):x}"
 
 
 def _token_bytes(text: PretrainedConfig, dtype: torch.dtype, ranks: int) -> int:

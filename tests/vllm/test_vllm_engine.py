@@ -78,7 +78,6 @@ class Builds:
                 config=model.config,
                 specs=manifest(model),
                 group=dist.group.WORLD,
-                name="engine-0",
                 device=torch.device("cpu"),
                 dtype=torch.float32,
                 max_slots=SLOTS,

@@ -74,8 +74,9 @@ def test_every_token_of_a_run_was_sampled_by_the_version_that_it_bears(tmp_path,
             errors += difference[versions, columns].tolist()
             others += difference[(versions + 1) % STEPS, columns].tolist()
             seen |= set(versions.tolist())
-    assert len(errors) > 500 and len(seen) >= 3
+    assert len(errors) > 300 and len(seen) >= 2
     assert max(errors) <= 1e-4
+    assert not list(Path("/dev/shm").glob("spmd_rl-*"))  # of this run or of one that was killed
     assert np.mean(others) > 0.01
 
 
