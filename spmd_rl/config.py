@@ -130,7 +130,8 @@ class Staleness:
     target_idle: float = 0.02
     """share of time that adaptive admission lets the trainer wait"""
     on_update: str = "continue"
-    """continue | hold | restart: what running sequences do when new weights arrive"""
+    """continue | hold | restart: what running sequences do when new weights arrive; drain: new weights wait until all
+    that was admitted under the old ones has ended, so that each rollout is of the version of its admission"""
 
 
 @SETTINGS
@@ -272,7 +273,7 @@ CHOICES = {
     "staleness.gate": ("admission", "ship"),
     "staleness.order": ("completion", "oldest", "admission"),
     "staleness.over_age": ("wait", "drop"),
-    "staleness.on_update": ("continue", "hold", "restart"),
+    "staleness.on_update": ("continue", "hold", "restart", "drain"),
     "inference.engine": ("native", "vllm"),
     "inference.kv_on_update": ("recompute", "keep"),
     "trainer.advantage": ("grpo", "dr_grpo", "rloo"),
@@ -490,6 +491,11 @@ def _check(config: Config) -> None:
             "staleness.adaptive needs staleness.gate = 'admission': the ship-side gate does not limit admission",
         ),
         (
+            staleness.on_update == "drain" and staleness.gate == "ship",
+            "staleness.on_update = 'drain' needs staleness.gate = 'admission': the ship-side gate never says that all "
+            "that a version may start has started",
+        ),
+        (
             not 0 < staleness.target_idle < 1,
             f"staleness.target_idle = {staleness.target_idle}: a share between 0 and 1",
         ),
@@ -546,5 +552,12 @@ def warnings(config: Config) -> list[str]:
         lines.append(
             f"staleness.max_staleness = {config.staleness.max_staleness} with trainer.loss = 'ppo': the clip is the "
             "only correction for old data; 'decoupled' or 'tis' weigh it by its age"
+        )
+    fixed = {"staleness.order": "admission", "staleness.on_update": "drain", "staleness.adaptive": False}
+    loose = [key for key, value in fixed.items() if _get(config, key) != value]
+    if config.inference.deterministic and loose:
+        lines.append(
+            f"inference.deterministic without {', '.join(f'{key} = {fixed[key]!r}' for key in loose)}: each token "
+            "is repeatable, the run as a whole is not"
         )
     return lines

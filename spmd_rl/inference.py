@@ -8,6 +8,7 @@ Knows nothing of gates, batches or what its rollouts are for.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -35,6 +36,8 @@ class InferenceRank:
         self._send, self._live = send, live
         self._loop = asyncio.get_running_loop()
         self._probe_every, self._probe = config.run.probe_every, []
+        self._waits_for_word = config.staleness.on_update == "drain"
+        self._may_swap = threading.Semaphore(0)
         self._jobs: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
         engine, specs = build_engine(world, config)
@@ -42,7 +45,7 @@ class InferenceRank:
             engine=engine,
             loop=self._loop,
             failed=live.failed,
-            on_update=config.staleness.on_update,
+            on_update="continue" if config.staleness.on_update == "drain" else config.staleness.on_update,
             progress=lambda doing: live.progress(doing, thread="engine"),
         )
         tokenizer = Tokenizer(config.model.path)
@@ -87,6 +90,8 @@ class InferenceRank:
             case Kind.PROBE:
                 cu_seqlens = message.arrays["cu_seqlens"]
                 self._probe = np.split(message.arrays["token_ids"], cu_seqlens[1:-1])
+            case Kind.SWAP:
+                self._may_swap.release()
             case Kind.STATS:
                 stats = self._engine.stats
                 words = {"busy_s": stats.busy_s, "pause_s": stats.pause_s, "steps": stats.steps, "tokens": stats.tokens}
@@ -98,6 +103,7 @@ class InferenceRank:
     def close(self, timeout_s: float) -> None:
         """After STOP and the senders' end."""
         self._engine.close(timeout_s)
+        self._may_swap.release()
         self._receiver.join(timeout_s=timeout_s)
 
     def _finished(self, rollout: Rollout) -> None:
@@ -107,6 +113,8 @@ class InferenceRank:
     def _weights_arrived(self, version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:
         """On the receiver's thread: have the engine swap between two steps, then acknowledge and score the probe."""
         report = self._receiver.report
+        if self._waits_for_word and self._engine.version >= 0:
+            self._may_swap.acquire()  # unblocked by rank 0's word, once nothing runs that is of the version before
 
         def swapped(pause_s: float) -> None:  # on the engine's thread
             self._receiver.release(version)

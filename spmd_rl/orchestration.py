@@ -89,6 +89,7 @@ async def run_orchestrator(
         trainers=world.trainer_ranks,
         work=lambda rank, work: send(rank, work_message(work)),
         cancel=cancel,
+        swap=lambda version: to_all(world.topology.engine_leaders, Kind.SWAP, version=version),
         stats=lambda number: to_all(world.topology.engine_leaders, Kind.STATS, number=number),
         batch=ship,
         probe=probe,

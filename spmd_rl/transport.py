@@ -55,6 +55,7 @@ class Kind(IntEnum):
     SAVED = 10
     ERROR = 11
     STOP = 12  # the last message of a direction
+    SWAP = 13
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,6 +59,7 @@ class Links:
     trainers: tuple[int, ...]
     work: Callable[[int, GroupWork], None]  # start a group on an engine's rank
     cancel: Callable[[int, GroupWork], None]
+    swap: Callable[[int], None]  # have all holders swap to this version, where they wait for the word
     stats: Callable[[int], None]  # have every engine answer with its counters, under this number
     batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
     probe: Callable[[list[np.ndarray]], None]  # sequences that engines and trainers score from now on
@@ -402,6 +403,9 @@ class Orchestrator:
 
     async def _reload(self, version: int) -> None:
         """Waits until every engine has verified and swapped the version."""
+        if self._config.staleness.on_update == "drain":
+            await self.gate.idle(self._config.rollout.group_size)
+            self._links.swap(version)
         start = self._clock()
         loads = await self._loads.all(version)
         self._check_loads(version, loads)

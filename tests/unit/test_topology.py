@@ -72,3 +72,10 @@ def test_a_batch_is_whole_groups_and_reaches_every_trainer():
 def test_the_checks_need_no_torch():
     script = "import sys, spmd_rl.topology; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_ranks_of_an_engine_have_one_leader():
+    topology = Topology(num_inference=5, num_trainers=1, engine_on_rank0=False, engine_ranks_each=2)
+    assert topology.engines == ((1, 2), (3, 4)) and topology.engine_leaders == (1, 3)
+    roles = [topology.role(rank) for rank in range(6)]
+    assert roles == ["inference", "inference", "member", "inference", "member", "trainer"]
