@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "spmd_rl"
 LAYERS = [
     {"types", "policy", "ledger", "topology", "bounds", "virtual_time", "folders", "run_dir", "gguf", "disk"},
     {"config", "packing", "advantages", "losses", "rewards", "tokenizer", "model", "weight_layout", "task_stream"},
-    {"envs"},
+    {"envs", "weight_delta"},
     {"tiny_model", "smollm2"},
     {
         "world",
