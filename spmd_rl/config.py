@@ -157,6 +157,16 @@ class Inference:
 
 
 @SETTINGS
+class Weights:
+    """How new weights get to the engines."""
+
+    mode: str = "full"
+    """full | delta: all, or what changed, over the network; disk: as Hugging Face folders in weights/ of the run"""
+    anchor_every: int = 16
+    """versions of which one is sent whole although mode = delta"""
+
+
+@SETTINGS
 class Trainer:
     """The optimizer step."""
 
@@ -229,6 +239,7 @@ class Config:
     rollout: Rollout = field(default_factory=Rollout)
     staleness: Staleness = field(default_factory=Staleness)
     inference: Inference = field(default_factory=Inference)
+    weights: Weights = field(default_factory=Weights)
     trainer: Trainer = field(default_factory=Trainer)
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -275,6 +286,7 @@ CHOICES = {
     "staleness.over_age": ("wait", "drop"),
     "staleness.on_update": ("continue", "hold", "restart", "drain"),
     "inference.engine": ("native", "vllm"),
+    "weights.mode": ("full", "delta", "disk"),
     "inference.kv_on_update": ("recompute", "keep"),
     "trainer.advantage": ("grpo", "dr_grpo", "rloo"),
     "trainer.loss": ("decoupled", "ppo", "tis"),
@@ -300,6 +312,7 @@ AT_LEAST = {
     "staleness.max_age": -1,
     "staleness.queue_size": 1,
     "inference.tensor_parallel": 1,
+    "weights.anchor_every": 1,
     "inference.kv_cache_mib": 0,
     "inference.max_slots": 1,
     "inference.max_seq_len": 2,

@@ -1,4 +1,4 @@
-"""Which engine: the one place that knows them all, and gives each what it needs from the config."""
+"""Which engine, and what brings it weights: the one place that knows them all, and gives each what it needs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,32 @@ from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
 from spmd_rl.model import build, engine_dtype
+from spmd_rl.run_dir import RunDir
+from spmd_rl.weight_disk import DiskReceiver
 from spmd_rl.weight_layout import TensorSpec, manifest
+from spmd_rl.weight_sync import Deliver, Failed, WeightReceiver
 from spmd_rl.world import World
 
 
 def build_engine(world: World, config: Config) -> tuple[Engine, list[TensorSpec]]:
     """This rank's engine without weights, and what an update consists of; before any thread uses torch.distributed."""
     return ENGINES[config.inference.engine](world, config)
+
+
+def make_receiver(
+    world: World, config: Config, run_dir: RunDir, *, specs: list[TensorSpec], deliver: Deliver, failed: Failed
+) -> WeightReceiver | DiskReceiver:
+    """What gets this rank the weights of every version."""
+    if config.weights.mode == "disk":
+        return DiskReceiver(weights=run_dir.weights, device=world.device, deliver=deliver, failed=failed)
+    return WeightReceiver(
+        specs=specs,
+        meta_groups=world.wts_meta,
+        payload_groups=world.wts,
+        device=world.device,
+        deliver=deliver,
+        failed=failed,
+    )
 
 
 def check_engine(config: Config) -> None:

@@ -17,13 +17,14 @@ import torch
 from spmd_rl import envs, packing
 from spmd_rl.config import Config
 from spmd_rl.engine_thread import EngineThread
-from spmd_rl.engines import build_engine
+from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
+from spmd_rl.run_dir import RunDir
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
-from spmd_rl.weight_sync import WeightReceiver
+from spmd_rl.weight_disk import DiskReceiver
 from spmd_rl.world import World
 
 Send = Callable[[Message], None]
@@ -32,11 +33,11 @@ Send = Callable[[Message], None]
 class InferenceRank:
     """One engine and its episodes: `handle` takes messages, `send` gives them.  Belongs to one event loop."""
 
-    def __init__(self, *, world: World, config: Config, live: Liveness, send: Send) -> None:
+    def __init__(self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, send: Send) -> None:
         self._send, self._live = send, live
         self._loop = asyncio.get_running_loop()
         self._probe_every, self._probe = config.run.probe_every, []
-        self._waits_for_word = config.staleness.on_update == "drain"
+        self._waits_for_word = config.staleness.on_update == "drain" and config.weights.mode != "disk"
         self._may_swap = threading.Semaphore(0)
         self._jobs: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
@@ -71,13 +72,8 @@ class InferenceRank:
             finished=self._finished,
         )
         self._engine.start()
-        self._receiver = WeightReceiver(
-            specs=specs,
-            meta_groups=world.wts_meta,
-            payload_groups=world.wts,
-            device=world.device,
-            deliver=self._weights_arrived,
-            failed=live.failed,
+        self._receiver = make_receiver(
+            world, config, run_dir, specs=specs, deliver=self._weights_arrived, failed=live.failed
         )
 
     def handle(self, message: Message) -> None:
@@ -90,6 +86,8 @@ class InferenceRank:
             case Kind.PROBE:
                 cu_seqlens = message.arrays["cu_seqlens"]
                 self._probe = np.split(message.arrays["token_ids"], cu_seqlens[1:-1])
+            case Kind.SWAP if isinstance(self._receiver, DiskReceiver):
+                self._receiver.take(message.words["version"])
             case Kind.SWAP:
                 self._may_swap.release()
             case Kind.STATS:
@@ -128,11 +126,13 @@ class InferenceRank:
         self._engine.load(tensors, version, swapped)
 
 
-async def run_inference(world: World, config: Config, live: Liveness) -> None:
+async def run_inference(world: World, config: Config, run_dir: RunDir, live: Liveness) -> None:
     """An inference rank other than 0, until rank 0 says stop."""
     live.progress("building the engine")
     loop = asyncio.get_running_loop()
-    rank = InferenceRank(world=world, config=config, live=live, send=lambda message: outbox.put(message))
+    rank = InferenceRank(
+        world=world, config=config, run_dir=run_dir, live=live, send=lambda message: outbox.put(message)
+    )
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost, depth=1 << 16)
     inbox = Inbox(
         peer=0,

@@ -13,14 +13,15 @@ import torch
 
 from spmd_rl.config import Config
 from spmd_rl.engine.lockstep import follow
-from spmd_rl.engines import build_engine
+from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.liveness import Liveness
+from spmd_rl.run_dir import RunDir
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
-from spmd_rl.weight_sync import WeightReceiver
+from spmd_rl.weight_disk import DiskReceiver
 from spmd_rl.world import World
 
 
-def run_member(world: World, config: Config, live: Liveness) -> None:
+def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness) -> None:
     """Until the leader closes the engine and rank 0 says stop."""
     live.progress("building the engine")
     engine, specs = build_engine(world, config)
@@ -32,17 +33,12 @@ def run_member(world: World, config: Config, live: Liveness) -> None:
         words = {"version": version, "checksums": checksums, "receive_s": receiver.report.receive_s}
         arrived.put((version, tensors, words))
 
-    receiver = WeightReceiver(
-        specs=specs,
-        meta_groups=world.wts_meta,
-        payload_groups=world.wts,
-        device=world.device,
-        deliver=deliver,
-        failed=live.failed,
-    )
+    receiver = make_receiver(world, config, run_dir, specs=specs, deliver=deliver, failed=live.failed)
 
     def load(version: int) -> None:
         live.progress(f"waiting for weights {version}")
+        if isinstance(receiver, DiskReceiver):
+            receiver.take(version)
         came, tensors, words = arrived.get()
         if came != version:
             raise RuntimeError(f"the leader's plan says weights {version}, {came} arrived")

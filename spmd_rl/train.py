@@ -92,9 +92,9 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
             life = run_orchestrator(world, config, run_dir, live, signals, start.version, start.restored)
             world.store.set("exit code", str(asyncio.run(_watched(life, live))))
         case "inference":
-            asyncio.run(_watched(run_inference(world, config, live), live))
+            asyncio.run(_watched(run_inference(world, config, run_dir, live), live))
         case "member":
-            run_member(world, config, live)
+            run_member(world, config, run_dir, live)
         case "trainer":
             run_trainer(world, config, run_dir, live, start.version, start.restored)
     live.progress("waiting for the end of rank 0")

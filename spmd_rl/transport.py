@@ -56,6 +56,7 @@ class Kind(IntEnum):
     ERROR = 11
     STOP = 12  # the last message of a direction
     SWAP = 13
+    SENT = 14
 
 
 @dataclass(frozen=True, slots=True, eq=False)

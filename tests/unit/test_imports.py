@@ -15,6 +15,7 @@ LAYERS = [
         "world",
         "transport",
         "weight_sync",
+        "weight_disk",
         "checkpoint",
         "batch_log",
         "engine",
@@ -31,7 +32,13 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-ALLOWED = {("simulate", "orchestrator"), ("world", "topology"), ("config", "topology"), ("smollm2", "gguf")}
+ALLOWED = {
+    ("simulate", "orchestrator"),
+    ("world", "topology"),
+    ("config", "topology"),
+    ("smollm2", "gguf"),
+    ("weight_disk", "weight_sync"),
+}
 TORCH_FREE = ("orchestrator.orchestrator", "simulate", "config", "task_stream", "tokenizer", "envs.lookup", "packing")
 
 
