@@ -1,5 +1,7 @@
 """Which vLLM is taken."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from spmd_rl.engine.vllm import check_installed, check_version
@@ -16,5 +18,7 @@ def test_known_versions_are_taken(version):
     check_version(version)
 
 
-def test_the_installed_one_is_known():
-    check_installed()
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_user_is_told_what_to_install():
+    with pytest.raises(ValueError, match=r"pip install 'spmd_rl\[vllm\]'"):
+        check_installed()
