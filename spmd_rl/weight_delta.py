@@ -24,6 +24,7 @@ from spmd_rl.weight_layout import ALIGN_BYTES, Layout, TensorSpec
 MOST = 0.25  # share of words that changed from which on a whole shard is sent: coding would take as long as sending
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ESCAPE = 255
+_PIECE = 1 << 18  # elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,15 @@ def decode(
         if len(sums) != count:
             raise RuntimeError(f"a delta's gaps are of {len(sums)} words, its table says {count}")
         yield start // word.itemsize + sums + torch.arange(count, device=sums.device), words
+
+
+def squared_change(new: Tensor, old: Tensor) -> Tensor:
+    """[] float64: squared L2 norm of the difference, in pieces that stay in the cache."""
+    total = torch.zeros((), dtype=torch.float64, device=new.device)
+    for after, before in zip(new.reshape(-1).split(_PIECE), old.reshape(-1).split(_PIECE), strict=True):
+        change = after.float() - before.float()
+        total += torch.dot(change, change)
+    return total
 
 
 def _gap_bytes(where: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from spmd_rl.weight_delta import squared_change
 from spmd_rl.weight_layout import checksum
 from spmd_rl.weight_sync import END, Deliver, Failed, ReceiveReport, SendReport
 
@@ -123,8 +124,8 @@ def _compared(new: Path, old: Path) -> tuple[list[int], float]:
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_tensor(name)
             sums.append(_checksum(tensor))
-            change = tensor.float() - (before.get_tensor(name).float() if before is not None else 0.0)
-            squares += float(torch.linalg.vector_norm(change, dtype=torch.float64) ** 2)
+            was = before.get_tensor(name) if before is not None else torch.zeros_like(tensor)
+            squares += float(squared_change(tensor, was))
     return sums, squares**0.5
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.weight_delta import Delta, decode, encode, payload_bytes, word_of
+from spmd_rl.weight_delta import Delta, decode, encode, payload_bytes, squared_change, word_of
 from spmd_rl.weight_layout import (
     ALIGN_BYTES,
     BUCKET_BYTES,
@@ -241,11 +241,7 @@ class WeightSender:
 
     def _update_norm(self, version: int) -> float:
         new, old = self._targets[version % 2], self._targets[(version - 1) % 2]
-        squares = [
-            torch.linalg.vector_norm(tensor.float() - old[name].float(), dtype=torch.float64) ** 2
-            for name, tensor in new.items()
-        ]
-        return float(torch.stack(squares).sum().sqrt())
+        return float(torch.stack([squared_change(tensor, old[name]) for name, tensor in new.items()]).sum().sqrt())
 
     def _broadcast_bucket(self, bucket: int, data: Tensor) -> dist.Work:
         return dist.broadcast(data, self._rank, group=self._payload_group, async_op=True)
