@@ -6,8 +6,8 @@ Age = index of the batch - oldest version of the rollout, and that version is ne
 Admission gate: right after an admission at version v at most (S+v+1)·B slots were ever accepted or run, so a group of G
 has at most (S+v+1)·B - G slots before it.  In ticket order with look-ahead w at most w - G later ones overtake it (they
 lie in the window that its first ticket holds back).  Its position is at most (S+v+1)·B - G + max(0, w-G), whose batch
-is S + v + ceil(max(0, w-G) / B).  In other orders nothing limits how many overtake it, except at S = 0, where no slot
-is admitted for a later batch before this one is consumed.
+is S + v + ceil(max(0, w-G) / B).  In other orders nothing limits how many overtake it.  At S = 0 the bound is 0 in any
+order: no slot is admitted for a later batch before this one is consumed.
 
 Ship gate: at most S+1 batches are shipped and untrained, one is parked, Q + C slots wait or run; so the position,
 counted from batch v, is at most (S+2)·B + Q + C - 1 + max(0, w-G).
@@ -59,9 +59,10 @@ def age_bound(
     else:
         age, formula = max_staleness - (-ahead // batch_size), "S" + (" + ceil((w-G)/B)" if ahead else "")
         least_cap = max_staleness
-    if order != "admission":
-        age = 0 if gate == "admission" and max_staleness == 0 else None
-        formula = "S: at S = 0 no order can age anything"
+    if gate == "admission" and max_staleness == 0:
+        age, formula = 0, "S: at S = 0 no order can age anything"
+    elif order != "admission":
+        age = None
     if max_age is not None and (age is None or max_age < age):
         if over_age == "wait" and max_age < least_cap:
             raise ValueError(

@@ -509,6 +509,11 @@ def _check(config: Config) -> None:
             "that a version may start has started",
         ),
         (
+            staleness.gate == "ship" and staleness.queue_size + staleness.max_concurrent < rollout.batch_size,
+            f"staleness.queue_size + max_concurrent = {staleness.queue_size + staleness.max_concurrent} is below "
+            f"rollout.batch_size = {rollout.batch_size}: gate = 'ship' could never fill a batch",
+        ),
+        (
             not 0 < staleness.target_idle < 1,
             f"staleness.target_idle = {staleness.target_idle}: a share between 0 and 1",
         ),
@@ -551,6 +556,10 @@ def _check(config: Config) -> None:
     for wrong, message in problems:
         if wrong:
             raise ValueError(f"config: {message}")
+    try:
+        _ = config.age_bound
+    except ValueError as error:
+        raise ValueError(f"config: staleness: {error}") from None
 
 
 def _get(config: Config, key: str) -> object:
@@ -561,10 +570,14 @@ def _get(config: Config, key: str) -> object:
 def warnings(config: Config) -> list[str]:
     """What is allowed and probably not meant, a line each."""
     lines = []
-    if config.staleness.max_staleness > 0 and config.trainer.loss == "ppo":
+    if config.age_bound.age != 0 and config.trainer.loss == "ppo":
         lines.append(
-            f"staleness.max_staleness = {config.staleness.max_staleness} with trainer.loss = 'ppo': the clip is the "
-            "only correction for old data; 'decoupled' or 'tis' weigh it by its age"
+            f"staleness.max_staleness = {config.staleness.max_staleness} ({config.age_bound}) with trainer.loss = "
+            "'ppo': the clip is the only correction for old data; 'decoupled' or 'tis' weigh it by its age"
+        )
+    if config.run.shutdown_s > 25:
+        lines.append(
+            f"run.shutdown_s = {config.run.shutdown_s:g}: torchrun kills every rank 30 s after it passed a signal on"
         )
     fixed = {"staleness.order": "admission", "staleness.on_update": "drain", "staleness.adaptive": False}
     loose = [key for key, value in fixed.items() if _get(config, key) != value]

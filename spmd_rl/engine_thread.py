@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -106,7 +107,12 @@ class EngineThread:
             return await asyncio.shield(request.future)
         except asyncio.CancelledError:
             self._commands.put(lambda: self._cancel(request_id))
-            completion, wasted_tokens = await request.future
+            while not (request.future.done() or self._closed):
+                with suppress(asyncio.CancelledError):  # cancelled once more: it is raised below either way
+                    await asyncio.wait([request.future])
+            if not request.future.done() or request.future.exception() is not None:  # nobody is left, or not accepted
+                raise Cancelled(0) from None
+            completion, wasted_tokens = request.future.result()
             raise Cancelled(len(completion.token_ids) + wasted_tokens) from None
 
     async def call(self, function: Callable[[Engine], T]) -> T:
@@ -151,6 +157,7 @@ class EngineThread:
                 self._step()
             self.engine.close()
         except BaseException as error:
+            self._closed = True
             self._failed(error)
 
     def _take_commands(self) -> None:

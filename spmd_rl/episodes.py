@@ -12,11 +12,12 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spmd_rl.types import NO_VERSION, Cancelled, Completion, GroupWork, Rollout, Sampling
+from spmd_rl.types import Cancelled, Completion, GroupWork, Rollout, Sampling
 
 if TYPE_CHECKING:
     from spmd_rl.envs import Environment
@@ -38,7 +39,7 @@ class Episodes:
     ) -> None:
         self._envs, self._generate, self._engine_version = envs, generate, engine_version
         self._sampling, self._seed, self._max_retries, self._finished = sampling, seed, max_retries, finished
-        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}  # by purpose and ticket
+        self._tasks: dict[tuple[str, int], asyncio.Task[Rollout]] = {}  # by purpose and ticket
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -51,8 +52,9 @@ class Episodes:
                 f"the engine still holds {self._engine_version()}"
             )
         for sample, ticket in enumerate(work.tickets):
-            key = (work.purpose, ticket)
-            self._tasks[key] = asyncio.create_task(self._run(work, sample, ticket))
+            task = asyncio.create_task(self._run(work, sample, ticket))
+            task.add_done_callback(partial(self._ended, work, sample, ticket, time.monotonic()))
+            self._tasks[work.purpose, ticket] = task
 
     def cancel(self, tickets: range, purpose: str = "train") -> None:
         """Abort members that still run; they come back failed, with the error "cancelled"."""
@@ -60,8 +62,7 @@ class Episodes:
             if task := self._tasks.get((purpose, ticket)):
                 task.cancel()
 
-    async def _run(self, work: GroupWork, sample: int, ticket: int) -> None:
-        start = time.monotonic()
+    async def _run(self, work: GroupWork, sample: int, ticket: int) -> Rollout:
         sampled = 0  # tokens of all attempts
         for attempt in range(self._max_retries + 1):
             spent: list[int] = []
@@ -74,7 +75,11 @@ class Episodes:
             sampled += sum(spent)
             if not rollout.failed or rollout.error == "cancelled":
                 break
-        rollout.num_wasted_tokens = sampled - int((rollout.versions != NO_VERSION).sum())
+        rollout.num_wasted_tokens = sampled - rollout.num_sampled
+        return rollout
+
+    def _ended(self, work: GroupWork, sample: int, ticket: int, start: float, task: asyncio.Task[Rollout]) -> None:
+        rollout = _failed("cancelled") if task.cancelled() else task.result()  # cancelled here: before it began
         rollout.env, rollout.task_id = work.task.env, work.task.task_id
         rollout.group_id, rollout.sample, rollout.ticket, rollout.purpose = work.group_id, sample, ticket, work.purpose
         rollout.admission_version = work.version
@@ -95,7 +100,7 @@ class Episodes:
                 completion, wasted = await self._generate(np.asarray(token_ids, np.int32), sampling)
             except Cancelled as cancelled:
                 spent.append(cancelled.tokens)
-                raise
+                raise asyncio.CancelledError from None  # the plain one: an environment's asyncio.timeout knows no other
             spent.append(len(completion.token_ids) + wasted)
             return completion
 

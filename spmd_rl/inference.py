@@ -21,6 +21,7 @@ from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
 from spmd_rl.run_dir import RunDir
+from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
@@ -126,7 +127,7 @@ class InferenceRank:
         self._engine.load(tensors, version, swapped)
 
 
-async def run_inference(world: World, config: Config, run_dir: RunDir, live: Liveness) -> None:
+async def run_inference(world: World, config: Config, run_dir: RunDir, live: Liveness, signals: StopSignals) -> None:
     """An inference rank other than 0, until rank 0 says stop."""
     live.progress("building the engine")
     loop = asyncio.get_running_loop()
@@ -140,6 +141,7 @@ async def run_inference(world: World, config: Config, run_dir: RunDir, live: Liv
         deliver=lambda message: loop.call_soon_threadsafe(rank.handle, message),
         failed=live.lost,
     )
+    signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
     live.progress("waiting for work")
     await rank.stopped.wait()
     live.progress("ending")

@@ -59,18 +59,31 @@ class Ledger:
                 f"{_sum(self.rollouts)} + waiting {waiting} + in flight {in_flight}"
             )
 
+    @property
+    def accounted_tokens(self) -> int:
+        """The right side of the second equation."""
+        return sum(self.tokens.values()) + self.wasted_tokens + self.waiting_tokens
+
     def assert_tokens_closed(self) -> None:
         """The tokens add up; exact whenever every ended attempt has been reported on both ways."""
-        used = sum(self.tokens.values())
-        if self.generated_tokens != used + self.wasted_tokens + self.waiting_tokens:
+        if self.generated_tokens != self.accounted_tokens:
             raise RuntimeError(
-                f"token ledger: generated {self.generated_tokens} != {used + self.wasted_tokens + self.waiting_tokens} "
+                f"token ledger: generated {self.generated_tokens} != {self.accounted_tokens} "
                 f"= {_sum(self.tokens)} + wasted {self.wasted_tokens} + waiting {self.waiting_tokens}"
+            )
+
+    def assert_generated(self, accounted: int, reported: int) -> None:
+        """In between: what was `accounted` for before the engines `reported` their counts is among those counts."""
+        if accounted > self.generated_tokens + reported:
+            raise RuntimeError(
+                f"token ledger: {accounted} tokens are accounted for, engines generated only "
+                f"{self.generated_tokens + reported}: {_sum(self.tokens)} + wasted {self.wasted_tokens} + waiting "
+                f"{self.waiting_tokens}"
             )
 
     def close_tokens(self) -> None:
         """After a resume: what was generated and lost with the old process is not counted; this one starts closed."""
-        self.generated_tokens = sum(self.tokens.values()) + self.wasted_tokens + self.waiting_tokens
+        self.generated_tokens = self.accounted_tokens
 
     def state(self) -> dict[str, object]:
         """JSON that `restore` takes, and that reports print."""

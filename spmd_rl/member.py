@@ -16,17 +16,19 @@ from spmd_rl.engine.lockstep import follow
 from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.liveness import Liveness
 from spmd_rl.run_dir import RunDir
+from spmd_rl.stop_signals import StopSignals
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.weight_disk import DiskReceiver
 from spmd_rl.world import World
 
 
-def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness) -> None:
+def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, signals: StopSignals) -> None:
     """Until the leader closes the engine and rank 0 says stop."""
     live.progress("building the engine")
     engine, specs = build_engine(world, config)
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
     inbox = Inbox(peer=0, group=world.ctl, deliver=lambda message: None, failed=live.lost)  # nothing comes but STOP
+    signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
     arrived: queue.Queue[tuple[int, dict[str, torch.Tensor], dict[str, object]]] = queue.Queue()
 
     def deliver(version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:

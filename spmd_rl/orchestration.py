@@ -136,7 +136,11 @@ async def run_orchestrator(
         complete_checkpoint=lambda at, words, rollouts: _complete(run_dir, config, at, words, rollouts),
         version=version,
     )
-    live.known = lambda: report.summary("failed", orchestrator.ledger.state())
+
+    def summary(status: str) -> dict[str, object]:
+        return report.summary(status, orchestrator.ledger.state(), orchestrator.path.mean_lengths())
+
+    live.known = lambda: summary("failed")
     if restored:
         words, rollouts = checkpoint.load_orchestrator(restored)
         orchestrator.restore(words, rollouts)
@@ -167,6 +171,8 @@ async def run_orchestrator(
                 orchestrator.counted(rank, words["number"], words["stats"])
             case Kind.PROBED:
                 orchestrator.scored(rank, words["version"], message.arrays["logprobs"])
+            case Kind.ASKED:
+                signals.ask(words["signal"])
             case Kind.STOP:
                 ended.put_nowait(rank)
 
@@ -185,8 +191,8 @@ async def run_orchestrator(
     live.progress("waiting for the first weights")
     status = await orchestrator.run()
     live.progress("ending")
-    summary = report.summary(status, orchestrator.ledger.state())
-    write_whole(run_dir.summary, json.dumps(summary, indent=1))
+    end = summary(status)
+    write_whole(run_dir.summary, json.dumps(end, indent=1))
     to_all(tuple(rank for rank in world.engine_ranks if rank != world.rank), Kind.STOP)
     if own is not None:
         await asyncio.to_thread(own.close, config.run.shutdown_s)
@@ -206,7 +212,7 @@ async def run_orchestrator(
     paths: Mapping[str, object] = {"run directory": run_dir.path, "curve": run_dir.curve}
     if status == "done":
         paths = {**paths, "trained model": run_dir.model}
-    report.say(report.table(summary, paths=paths))
+    report.say(report.table(end, paths=paths))
     return 0 if status == "done" else signals.code
 
 

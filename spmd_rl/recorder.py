@@ -21,7 +21,7 @@ class Recorder:
         self._file = open(metrics, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
         self._board = SummaryWriter(str(tensorboard), flush_secs=10)
 
-    def write(self, kind: str, version: int, values: Mapping[str, float]) -> None:
+    def write(self, kind: str, version: int, values: Mapping[str, float | None]) -> None:
         record = {"kind": kind, "version": version, "time": round(time.time(), 3)}
         record |= {name: _plain(value) for name, value in values.items()}
         self._file.write(json.dumps(record) + "\n")
@@ -35,7 +35,7 @@ class Recorder:
         self._board.close()
 
 
-def _plain(value: float) -> float | None:
+def _plain(value: float | None) -> float | None:
     """JSON has no NaN or infinity; None stands for them."""
     if isinstance(value, float):
         return round(value, 9) if math.isfinite(value) else None

@@ -31,17 +31,25 @@ class StopSignals:
         if code:
             asked(code - 128)
 
-    def _received(self, number: int) -> None:
+    def ask(self, number: int) -> bool:
+        """As if the signal had come here, where none has; False where one has."""
         with self._lock:
-            first, asked = not self.code, self._asked
-            self.code = self.code or 128 + number
-        if not first:
-            self._end(128 + number)
-            return
+            if self.code:
+                return False
+            self.code, asked = 128 + number, self._asked
         timer = threading.Timer(self._shutdown_s, self._too_late)
         timer.daemon = True
         timer.start()
         asked(number)
+        return True
+
+    def close(self) -> None:
+        """Put back the handlers of before; a window that has begun goes on."""
+        self._watch.close()
+
+    def _received(self, number: int) -> None:
+        if not self.ask(number):
+            self._end(128 + number)
 
     def _too_late(self) -> None:
         print(f"ending at once: {self._shutdown_s:g} s after the signal this rank still ran", file=sys.stderr)

@@ -92,11 +92,11 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
             life = run_orchestrator(world, config, run_dir, live, signals, start.version, start.restored)
             world.store.set("exit code", str(asyncio.run(_watched(life, live))))
         case "inference":
-            asyncio.run(_watched(run_inference(world, config, run_dir, live), live))
+            asyncio.run(_watched(run_inference(world, config, run_dir, live, signals), live))
         case "member":
-            run_member(world, config, run_dir, live)
+            run_member(world, config, run_dir, live, signals)
         case "trainer":
-            run_trainer(world, config, run_dir, live, start.version, start.restored)
+            run_trainer(world, config, run_dir, live, signals, start.version, start.restored)
     live.progress("waiting for the end of rank 0")
     return int(world.store.get("exit code"))
 

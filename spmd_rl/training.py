@@ -22,6 +22,7 @@ from spmd_rl.liveness import Liveness
 from spmd_rl.losses import LOSSES
 from spmd_rl.model import build, engine_dtype
 from spmd_rl.run_dir import RunDir
+from spmd_rl.stop_signals import StopSignals
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.weight_disk import DiskSender
@@ -168,12 +169,19 @@ class TrainerRank:
 
 
 def run_trainer(
-    world: World, config: Config, run_dir: RunDir, live: Liveness, version: int, restored: Path | None
+    world: World,
+    config: Config,
+    run_dir: RunDir,
+    live: Liveness,
+    signals: StopSignals,
+    version: int,
+    restored: Path | None,
 ) -> None:
     """Until rank 0 says stop.  Starts with `version`, of the checkpoint in `restored` where there is one."""
     messages: queue.Queue[Message] = queue.Queue()
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
     inbox = Inbox(peer=0, group=world.ctl, deliver=messages.put, failed=live.lost)
+    signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
     rank = TrainerRank(world=world, config=config, run_dir=run_dir, live=live, outbox=outbox)
     if restored:
         rank.restore(version, restored)

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     PROBED = 8
     STATS = 9
     SAVED = 10
-    ERROR = 11
+    ASKED = 11  # a signal asked this rank to stop
     STOP = 12  # the last message of a direction
     SWAP = 13
     SENT = 14

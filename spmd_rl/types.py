@@ -115,6 +115,8 @@ class Rollout:
         num = len(token_ids)
         if (logprobs is not None and len(logprobs) != num) or (versions is not None and len(versions) != num):
             raise ValueError(f"append of {num} tokens with log-probs and versions of other lengths")
+        if versions is not None and logprobs is None:
+            raise ValueError("append of versions without log-probs: what the policy sampled is trained on, or left out")
         sampled = logprobs is not None
         new = (
             np.asarray(token_ids, np.int32),
@@ -124,7 +126,7 @@ class Rollout:
         )
         for name, rows in zip(("token_ids", "loss_mask", "behavior_logprobs", "versions"), new, strict=True):
             setattr(self, name, np.concatenate([getattr(self, name), rows]))
-        for name in ("head", "tail", "num_trainable"):
+        for name in ("head", "tail", "num_trainable", "num_sampled"):
             self.__dict__.pop(name, None)
 
     @property
@@ -135,6 +137,11 @@ class Rollout:
     def num_trainable(self) -> int:
         """Tokens under the loss mask."""
         return int(self.loss_mask.sum())
+
+    @cached_property
+    def num_sampled(self) -> int:
+        """Tokens that the live policy sampled for it: what the token ledger counts."""
+        return int(np.count_nonzero(self.versions != NO_VERSION))
 
     @cached_property
     def head(self) -> int:

@@ -174,7 +174,7 @@ class Dispatcher:
             next_ticket=self.next_ticket,
             next_group=self.next_group,
             unfinished=[pending.work for pending in self._pending.values()] + self._again,
-            wasted_tokens=sum(rollout.num_trainable for rollout in done),
+            wasted_tokens=sum(rollout.num_sampled for rollout in done),
         )
 
     def restore(self, *, next_ticket: int, next_group: int, unfinished: Sequence[GroupWork]) -> list[GroupWork]:

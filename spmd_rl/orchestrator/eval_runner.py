@@ -51,7 +51,7 @@ class EvalRunner:
     def ended(self, rollout: Rollout) -> None:
         """An evaluation's episode ended, well or badly."""
         self.in_flight -= 1
-        self.sampled_tokens += rollout.num_trainable + rollout.num_wasted_tokens
+        self.sampled_tokens += rollout.num_sampled + rollout.num_wasted_tokens
         self._rollouts.append(rollout)
         report = self._sink.add(rollout)
         self._feed()

@@ -16,9 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 
 from spmd_rl.policy import Policy
+
+RECENT = 12  # batches that adaptive admission looks back on
+FORGET = 0.95  # what a batch's times weigh after the next one
 
 
 class Gate:
@@ -108,7 +112,7 @@ class Gate:
         most = (self.max_staleness + 1) * self.batch_size
         if self._bounded and self.admitted_since_update > most:
             raise RuntimeError(
-                f"{self.admitted_since_update} rollouts admitted at version {self._policy.version}, "
+                f"{self.admitted_since_update} rollouts admitted in the step of version {self._policy.version}, "
                 f"bound is (S + 1) * B = {most}: {self}"
             )
 
@@ -142,6 +146,7 @@ class Gate:
         """State of a resumed run: accepted = version·B + finished slots, running = slots of unfinished groups."""
         self.accepted, self.running = accepted, running
         self.consumed = self._policy.version * self.batch_size
+        self.admitted_since_update = running  # they start again: the first step admits (S + 1)·B with them
         self._check()
 
     def _version_changed(self) -> None:
@@ -197,19 +202,37 @@ class Gate:
 class AdaptiveAdmission:
     """The least number of slots in the system that keeps the trainer's idle share under its target.
 
-    After every batch  limit += 2·B · (idle share of that batch - target / 2), clamped to [B, (S + 1)·B].  At target 2%
-    it falls by a fiftieth of a batch while the trainer never waits, and rises by a batch after one that the trainer
-    waited half its time for.  It starts at 4·B; in the mean the idle share comes to half the target, which leaves room
-    for the start.  Little's law: mean age ≈ limit / B - 1.
+    It starts at the ceiling, (S + 1)·B.  After every batch, `idle` being the trainer's idle share of late:
+
+        idle < target / 2   limit -= max(0, limit - used - B) / 2 + B · target / 2
+        else                limit += 2·B · (idle share of this batch)
+
+    clamped to [B, (S + 1)·B].  `used` is the most, over the last 12 batches, of the slots that did not just lie ready
+    (nothing falls until there were 12); with one batch more to train meanwhile they are enough.  What lies ready beyond
+    that only ages (Little's law: mean age ≈ limit / B - 1), so half of it goes at once; from there the limit feels its
+    way, a hundredth of a batch at a time.  Aiming at half the target leaves room for what the search itself costs.
     """
 
     def __init__(self, *, max_staleness: int, batch_size: int, target_idle: float) -> None:
         self.most = float((max_staleness + 1) * batch_size)
-        self.limit = min(4.0 * batch_size, self.most)  # slots accepted or running and not yet trained
-        self._batch_size, self._aim = batch_size, target_idle / 2
+        self.limit = self.most  # slots accepted or running and not yet trained
+        self._batch_size, self._target = batch_size, target_idle
+        self._waited_s = self._time_s = 0.0  # of late
+        self._used: deque[int] = deque(maxlen=RECENT)
 
-    def observe(self, *, waited_s: float, busy_s: float) -> None:
-        """The trainer waited for a batch and then worked on it."""
-        idle = waited_s / max(waited_s + busy_s, 1e-9)
-        limit = self.limit + 2 * self._batch_size * (idle - self._aim)
+    def restore(self, limit: float) -> None:
+        """Of a resumed run, whose S and B may have changed."""
+        self.limit = min(max(limit, float(self._batch_size)), self.most)
+
+    def observe(self, *, waited_s: float, busy_s: float, used: int) -> None:
+        """The trainer waited for a batch and then worked on it; `used` slots were in it or could not be trained yet."""
+        self._used.append(used)
+        self._waited_s = FORGET * self._waited_s + waited_s
+        self._time_s = FORGET * self._time_s + waited_s + busy_s
+        limit = self.limit
+        if self._waited_s >= self._target / 2 * self._time_s:
+            limit += 2 * self._batch_size * waited_s / max(waited_s + busy_s, 1e-9)
+        elif len(self._used) == RECENT:
+            spare = limit - max(self._used) - self._batch_size
+            limit -= max(0.0, spare) / 2 + self._batch_size * self._target / 2
         self.limit = min(max(limit, float(self._batch_size)), self.most)

@@ -176,6 +176,7 @@ class Orchestrator:
         self._failures = FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
         self._load = dict.fromkeys(links.engines, 0)  # rollouts in flight by engine
         self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
+        self._left: dict[tuple[str, int], int] = {}  # their members that have not ended
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
         self._admitted_until = {version: 0}  # rollouts admitted before a version was live
@@ -199,7 +200,7 @@ class Orchestrator:
         self.path.restore(saved_state.from_json(words["path"], rollouts))
         self._tasks.skip_to(words["cursor"])
         if self._adaptive is not None:
-            self._adaptive.limit = min(words.get("admission_limit", self._adaptive.limit), self._adaptive.most)
+            self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))
         self.ledger.close_tokens()
         self._admitted_until = {self._first_version: self.ledger.admitted}
 
@@ -210,7 +211,11 @@ class Orchestrator:
     # ---- answers of other ranks
 
     def rollout_ended(self, rollout: Rollout) -> None:
-        self._load[self._engine_of[rollout.purpose, rollout.group_id]] -= 1
+        key = (rollout.purpose, rollout.group_id)
+        self._load[self._engine_of[key]] -= 1
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._left[key], self._engine_of[key]
         self._failures.add(rollout)
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
@@ -341,6 +346,7 @@ class Orchestrator:
                 break
             values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages)
             values |= reward_metrics([*batch.rollouts, *self.path.take_given_up()])
+            values["admission/used"] = self.path.used_slots(index)
             values["time/parked_s"] = await self.hold.wait(index)
             self._values[index + 1] = values
             packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch)
@@ -385,16 +391,21 @@ class Orchestrator:
         values |= {
             "admission/per_step": self._admitted_until[version] - self._admitted_until.pop(version - 1),
             "admission/bound": (staleness.max_staleness + 1) * batch_size,
+            "age/max_staleness": staleness.max_staleness,
+            "age/bound": self._config.age_bound.age,
             "queue/out_depth": self.dispatcher.output_depth + self.sink.num_waiting // self._config.rollout.group_size,
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
             **self._report.engine_rates(),
         }
         if self._adaptive is not None:
-            self._adaptive.observe(waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"])
+            values["admission/limit"] = self._adaptive.limit  # that admission went by in this step
+            self._adaptive.observe(
+                waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"], used=values["admission/used"]
+            )
         self._recorder.write("step", version, values)
         self._report.step(version, values)
-        self._later(self._count_engines())
+        self._later(self._audit_tokens())
 
     # ---- engines
 
@@ -403,6 +414,7 @@ class Orchestrator:
         engine = min(self._load, key=self._load.__getitem__)
         self._load[engine] += work.size
         self._engine_of[work.purpose, work.group_id] = engine
+        self._left[work.purpose, work.group_id] = work.size
         self._links.work(engine, work)
 
     def _cancel(self, work: GroupWork) -> None:
@@ -472,6 +484,11 @@ class Orchestrator:
         totals = {name: sum(answer[name] for answer in answers) for name in answers[0]}
         self._report.engines_counted(totals)
         return totals
+
+    async def _audit_tokens(self) -> None:
+        """No token is accounted for that no engine has counted.  Waits for the engines' answers."""
+        accounted = self.ledger.accounted_tokens + self.evals.sampled_tokens
+        self.ledger.assert_generated(accounted, int((await self._count_engines())["tokens"]))
 
     async def _compare_probe(self, version: int) -> None:
         """Mismatch of engines and trainers on the same tokens at the same version.  Waits for their scores."""
@@ -558,7 +575,7 @@ class Orchestrator:
 
     def _emit_interval(self, values: dict[str, float]) -> None:
         self._recorder.write("interval", self.policy.version, values | self._report.engine_rates())
-        self._later(self._count_engines())
+        self._later(self._audit_tokens())
 
 
 def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:

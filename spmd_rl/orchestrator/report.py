@@ -157,7 +157,9 @@ class Report:
         """Which stage, and what to change: one knob at a time."""
         return diagnose(self.trainer_idle, self.engine_idle, max_staleness=self._max_staleness)
 
-    def summary(self, status: str, ledger: dict[str, object], error: str = "") -> dict[str, object]:
+    def summary(
+        self, status: str, ledger: dict[str, object], lengths: dict[str, dict[str, float]], error: str = ""
+    ) -> dict[str, object]:
         """What summary.json holds."""
         ages = self.ages.summary()
         wall_s = self._clock() - self._started
@@ -172,7 +174,7 @@ class Report:
             "age_mean": ages["rollout_mean"],
             "age_p99": ages["rollout_p99"],
             "age_max": ages["rollout_max"],
-            "age_token_mean": ages["token_mean"],
+            "age": ages,
             "age_bound": self._bound.age,
             "age_bound_line": self._bound.line,
             "max_staleness": self._max_staleness,
@@ -187,6 +189,7 @@ class Report:
             "steps_per_minute": self._steps_per_minute(),
             "bottleneck": stage,
             "advice": advice,
+            "mean_length": lengths,
             "ledger": ledger,
         }
 
@@ -197,6 +200,11 @@ class Report:
             return "-" if value is None else format(value, form)
 
         bound = "none" if summary["age_bound"] is None else summary["age_bound"]
+        dropped = {
+            f"mean length, {end}": f"{length['tokens']:.1f} tokens, {length['seconds']:.2f} s"
+            for end, length in summary["mean_length"].items()
+            if "dropped" in summary["mean_length"] and end in ("trained", "dropped")
+        }
         rows = {
             "status": summary["status"],
             "steps": f"{summary['steps']} in {_duration(summary['wall_s'])}, version {summary['version']}",
@@ -208,6 +216,7 @@ class Report:
                 f"{summary['max_staleness']}, bound {bound})"
             ),
             "idle trainer / engine": f"{_share(summary['trainer_idle'])} / {_share(summary['engine_idle'])}",
+            **dropped,
             "mismatch KL, probe": number(summary["probe_kl_max"], ".1e"),
             "bottleneck": f"{summary['bottleneck']}: {summary['advice']}",
             **paths,

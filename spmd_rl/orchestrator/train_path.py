@@ -42,7 +42,9 @@ class TrainPath:
         self._dispatcher, self._sink, self._gate = dispatcher, sink, gate
         self._policy, self._ledger = policy, ledger
         self._untrained: dict[int, Batch] = {}  # by index
-        self.generation_s: Counter[str] = Counter()  # by outcome; tells whether dropping prefers the short
+        self._met: Counter[str] = Counter()  # rollouts by outcome, in this process
+        self._seconds: Counter[str] = Counter()  # that they took, as far as they got
+        self._tokens: Counter[str] = Counter()  # that were sampled for them
         self._former: asyncio.Future[None] | None = None
         self._collected = False
         self._given_up: list[Rollout] = []  # since the last batch was formed
@@ -51,7 +53,7 @@ class TrainPath:
 
     def ended(self, rollout: Rollout) -> None:
         """An episode ended, well or badly."""
-        self._ledger.end(rollout.num_trainable, rollout.num_wasted_tokens)
+        self._ledger.end(rollout.num_sampled, rollout.num_wasted_tokens)
         self._dispatcher.finished(rollout)
 
     async def collect(self) -> None:
@@ -83,6 +85,11 @@ class TrainPath:
         given_up, self._given_up = self._given_up, []
         return given_up
 
+    def used_slots(self, index: int) -> int:
+        """Slots in batch `index`, just formed, running, or waiting for one that runs: all but those that lie ready."""
+        gate = self._gate
+        return gate.accepted - index * gate.batch_size + gate.running - self._sink.num_ready
+
     def leave_over(self) -> None:
         """At the end: what is kept and in no batch will not be trained."""
         groups, _ = self._sink.snapshot()
@@ -94,6 +101,13 @@ class TrainPath:
     def assert_closed(self) -> None:
         """The rollout ledger against the gate's counters."""
         self._ledger.assert_closed(in_flight=self._gate.running, waiting=self._gate.waiting)
+
+    def mean_lengths(self) -> dict[str, dict[str, float]]:
+        """Tokens and seconds of a rollout by outcome, aborted ones as far as they got: what dropping leans against."""
+        return {
+            end: {"tokens": self._tokens[end] / met, "seconds": self._seconds[end] / met}
+            for end, met in self._met.items()
+        }
 
     def snapshot(self) -> PathState:
         """At any moment between two events; what has finished is judged first."""
@@ -172,8 +186,10 @@ class TrainPath:
             else:
                 end = outcome
             counts[end] += 1
-            tokens[end] += rollout.num_trainable
-            self.generation_s[end] += rollout.generation_s
+            tokens[end] += rollout.num_sampled
+            self._met[end] += 1
+            self._seconds[end] += rollout.generation_s
+            self._tokens[end] += rollout.num_sampled or rollout.num_wasted_tokens  # of an aborted one: all it sampled
         for end, count in counts.items():
             self._ledger.settle(end, count, tokens[end])
 

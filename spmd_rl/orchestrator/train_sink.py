@@ -84,6 +84,11 @@ class TrainSink:
         return len(self._finished) * self.group_size + len(self._recorded) * self.batch_size
 
     @property
+    def num_ready(self) -> int:
+        """Slots of kept groups that the order would let into a batch now."""
+        return self._order.num_ready * self.group_size
+
+    @property
     def may_form(self) -> bool:
         """False where `next_batch` would surely say None."""
         return bool(self._recorded) or len(self._finished) * self.group_size >= self.batch_size

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"latency {options.latency} s, trainer {options.trainer_seconds:g} s a step, {options.steps} steps")
         print(table(key or "config", results))
     if key:
-        _draw(key, results, options.plot)
+        _draw(key, results, options.plot, title=f"latency {options.latency} s, trainer {options.trainer_seconds:g} s")
         if not options.json:
             print(f"plot: {options.plot}")
     return 0
@@ -117,17 +117,22 @@ def _sweep(text: str | None) -> tuple[str, list[str]]:
     return key, values
 
 
-def _draw(key: str, results: dict[str, SimResult], path: Path) -> None:
-    """Age beside its bound, and the idle shares, over the swept values."""
+def _draw(key: str, results: dict[str, SimResult], path: Path, *, title: str) -> None:
+    """Age beside its bound, idle shares and throughput, over the swept values."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    ages, idle = figure.subplots(1, 2)
+    figure.suptitle(title, fontsize="medium")
+    ages, idle, speed = figure.subplots(1, 3)
     values, runs = list(results), list(results.values())
-    for label, of in (("mean", "age_mean"), ("p99", "age_p99"), ("max", "age_max")):
-        ages.plot(values, [getattr(r, of) for r in runs], marker="o", label=label)
+    for label, of, marker, size in (
+        ("max", "age_max", "s", 10),
+        ("p99", "age_p99", "D", 6),
+        ("mean", "age_mean", "o", 4),
+    ):
+        ages.plot(values, [getattr(r, of) for r in runs], marker=marker, markersize=size, label=label)
     bounds = [float("nan") if r.age_bound is None else r.age_bound for r in runs]
     ages.plot(values, bounds, color="black", linestyle="--", label="bound")
     ages.set(xlabel=key, ylabel="age, versions")
@@ -136,4 +141,7 @@ def _draw(key: str, results: dict[str, SimResult], path: Path) -> None:
         idle.plot(values, [100 * getattr(r, of) for r in runs], marker="o", label=label)
     idle.set(xlabel=key, ylabel="idle share, %", ylim=(-2, 102))
     idle.legend()
+    speed.plot(values, [r.rollouts_per_s for r in runs], marker="o", color="tab:green")
+    speed.set(xlabel=key, ylabel="rollouts trained per second")
+    speed.set_ylim(bottom=0)
     figure.savefig(path, dpi=120, format="png")

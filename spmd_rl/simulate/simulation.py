@@ -204,6 +204,7 @@ class _Simulation:
             if batch is None:
                 return
             waited_s = self.loop.time() - start if batch.index else 0.0
+            used = self.path.used_slots(batch.index)
             self.ages.add(batch)
             if self.on_batch is not None:
                 self.on_batch(batch)
@@ -212,7 +213,7 @@ class _Simulation:
             self.waited_s += waited_s
             self.busy_s += self.trainer_seconds
             if self.adaptive is not None:
-                self.adaptive.observe(waited_s=waited_s, busy_s=self.trainer_seconds)
+                self.adaptive.observe(waited_s=waited_s, busy_s=self.trainer_seconds, used=used)
             self.policy.advance(self.policy.version + 1)
 
     def submit(self, work: GroupWork) -> None:
@@ -249,7 +250,7 @@ class _Simulation:
             finish_reason="error" if failed else "stop",
             generation_s=latency,
         )
-        rollout.__dict__.update(head=work.version, tail=work.version, num_trainable=1)  # what they would compute
+        rollout.__dict__.update(head=work.version, tail=work.version, num_trainable=1, num_sampled=1)
         self.path.ended(rollout)
 
     def cancel(self, work: GroupWork) -> None:
@@ -271,7 +272,7 @@ class _Simulation:
         summary, counts, bound = self.ages.summary(), self.ledger.rollouts, self.settings.bound
         self.count_places()
         duration_s = self.loop.time()
-        seconds = self.path.generation_s
+        lengths = self.path.mean_lengths()
         admitted = max(1, self.ledger.admitted)
         return SimResult(
             age_mean=summary["rollout_mean"],
@@ -286,8 +287,8 @@ class _Simulation:
             filtered=counts["filtered"] / admitted,
             failed=counts["failed"] / admitted,
             parked_s=self.hold.parked_s,
-            trained_length_s=seconds["trained"] / max(1, counts["trained"]),
-            dropped_length_s=seconds["dropped"] / max(1, counts["dropped"]),
+            trained_length_s=lengths["trained"]["seconds"] if counts["trained"] else 0.0,
+            dropped_length_s=lengths["dropped"]["seconds"] if counts["dropped"] else 0.0,
             most_slots=self.most_slots,
             steps=self.policy.version,
             duration_s=duration_s,

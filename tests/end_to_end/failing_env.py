@@ -1,9 +1,11 @@
-"""An environment whose episodes fail in chosen ways, for tests."""
+"""Environments that fail in chosen ways or come to an end, for tests."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections.abc import Iterator
 
 from spmd_rl.envs import Generate
 from spmd_rl.envs.fraction import Fraction
@@ -33,3 +35,14 @@ class Failing(Fraction):
                 case "wait":
                     await asyncio.Event().wait()
         return rollout
+
+
+class Few(Fraction):
+    """Only so many tasks."""
+
+    def __init__(self, *, tokenizer: Tokenizer, num: int) -> None:
+        super().__init__(tokenizer=tokenizer)
+        self._num = num
+
+    def tasks(self, seed: int, split: str) -> Iterator[Task]:
+        return itertools.islice(super().tasks(seed, split), self._num)

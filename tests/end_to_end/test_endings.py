@@ -11,11 +11,10 @@ from tests.end_to_end.live_jobs import LiveJob, assert_whole, steps, summary
 from tests.end_to_end.test_failures import failing
 
 
-def test_every_rank_of_a_stopped_run_says_so(tmp_path):
+def test_a_signal_to_any_rank_stops_the_run_and_every_rank_says_so(tmp_path):
     with LiveJob(tmp_path, "run.steps=1000", "eval.every=2") as job:
         job.wait_for(r"step +3/")
-        for rank in (0, 1):
-            job.send(signal.SIGTERM, rank=rank)
+        job.send(signal.SIGTERM, rank=1)
         job.wait()
         assert job.exit_codes == {0: 143, 1: 143}, job.output
         assert "run failed" not in job.output
@@ -29,9 +28,23 @@ def test_every_rank_of_a_stopped_run_says_so(tmp_path):
     assert words["path"]["version"] == version
 
 
+def test_a_run_whose_tasks_are_used_up_is_done(tmp_path):
+    few = ["env.fraction.path=tests.end_to_end.failing_env:Few", "env.fraction.args={num=20}", "eval.num_tasks=4"]
+    with LiveJob(tmp_path, "run.steps=1000", *few) as job:
+        assert job.wait() == 0, job.output
+        assert "the tasks ended: 2 batches of 1000" in job.output
+    end = summary(tmp_path)
+    assert (end["status"], end["version"], end["ledger"]["admitted"]) == ("done", 2, 160)
+    assert end["ledger"]["rollouts"]["trained"] == 128
+    assert end["ledger"]["rollouts"]["left_over"] == 32
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert checkpoint.newest(tmp_path / "checkpoints")[0] == 2
+
+
+@pytest.mark.full
 def test_a_second_signal_ends_at_once_and_hanging_episodes_cannot_hold_a_stop(tmp_path):
-    settings = ["run.steps=1000", "eval.every=-1", "run.shutdown_s=60", *failing("wait", each=40)]
-    with LiveJob(tmp_path, *settings) as job:
+    settings = ["run.steps=1000", "eval.every=-1", "run.shutdown_s=60", "staleness.order=completion"]
+    with LiveJob(tmp_path, *settings, *failing("wait", each=100)) as job:
         job.wait_for(r"step +1/")
         job.send(signal.SIGINT, rank=0)
         job.wait_for("stopping on SIGINT")
@@ -42,6 +55,7 @@ def test_a_second_signal_ends_at_once_and_hanging_episodes_cannot_hold_a_stop(tm
         assert job.exit_codes[0] == 130, job.output
 
 
+@pytest.mark.full
 def test_what_hangs_is_saved_as_unfinished_and_runs_again(tmp_path):
     settings = ["eval.every=-1", "staleness.order=completion"]
     hanging = ["run.steps=1000", "run.shutdown_s=6", *failing("wait", each=100)]

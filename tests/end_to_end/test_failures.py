@@ -51,6 +51,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path)
         assert "rollout.max_failure_rate" in job.output
 
 
+@pytest.mark.full
 def test_episodes_that_fail_now_and_then_are_tried_again_and_counted(tmp_path):
     settings = ["run.steps=4", "eval.every=-1", "rollout.max_retries=0"]
     with LiveJob(tmp_path, *settings, *failing("nan", each=20)) as job:
@@ -59,6 +60,15 @@ def test_episodes_that_fail_now_and_then_are_tried_again_and_counted(tmp_path):
     assert ledger["rollouts"]["failed"] >= 8
     assert ledger["admitted"] == sum(ledger["rollouts"].values())
     assert any(record["rollout/failed"] > 0 for record in steps(tmp_path))
+
+
+@pytest.mark.full
+def test_rewards_that_teach_nothing_end_the_run_with_their_numbers(tmp_path):
+    settings = ["eval.every=-1", "trainer.filter_zero_spread=true", "trainer.max_empty_batches=2"]
+    with LiveJob(tmp_path, *settings, 'env.fraction.args={wanted="ß"}') as job:
+        job.wait_for("run failed")
+        assert_failed(job, tmp_path, 0, "inference", "2 empty batches in a row")
+        assert "16 zero_spread; reward mean 0, spread 0" in job.output
 
 
 def test_a_run_directory_that_cannot_be_written_is_refused_in_a_line(tmp_path):

@@ -1,7 +1,9 @@
 """Stopped, killed and resumed runs lose nothing and repeat nothing."""
 
+import random
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -47,12 +49,14 @@ def kill_and_restart(run_dir, rank, *settings, ranks):
 
 
 def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path):
-    settings = ["run.steps=6", "checkpoint.every=3", "staleness.max_staleness=0", "inference.deterministic=true"]
+    settings = ["run.steps=6", "checkpoint.every=3", "eval.every=3"]
+    settings += ["staleness.max_staleness=0", "inference.deterministic=true"]
     with LiveJob(tmp_path / "whole", *settings) as job:
         assert job.wait() == 0, job.output
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_6")
     shutil.rmtree(tmp_path / "cut" / "model")
+    (tmp_path / "cut" / "evals" / "eval_3.json").unlink()
     with LiveJob(tmp_path / "cut", *settings) as job:
         assert job.wait() == 0, job.output
     assert_whole(tmp_path / "cut", num_steps=6, max_staleness=0)
@@ -60,6 +64,7 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path):
     for name in ("trainer/loss", "trainer/grad_norm", "reward"):
         whole, cut = ([record[name] for record in steps(tmp_path / folder)] for folder in ("whole", "cut"))
         assert cut == pytest.approx(whole, abs=1e-6), name
+    assert (tmp_path / "cut" / "evals" / "eval_3.json").exists()  # an evaluation that was cut off runs again
 
 
 @pytest.mark.full
@@ -73,3 +78,16 @@ def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path):
     with LiveJob(tmp_path, *settings, f"run.steps={version + 3}", "topology.inference=2", ranks=3) as job:
         assert job.wait() == 0, job.output
     assert_whole(tmp_path, num_steps=version + 3)
+
+
+@pytest.mark.full
+def test_ten_kills_at_random_times_cost_nothing_but_time(tmp_path):
+    rng = random.Random(0)
+    settings = ["run.steps=60", "checkpoint.every=2", "eval.every=-1", "topology.trainer=2"]
+    with LiveJob(tmp_path, *settings, ranks=3, max_restarts=10) as job:
+        for start in range(1, 11):
+            job.wait_for("age bound:" if start == 1 else f"start number {start}$")
+            time.sleep(rng.uniform(0.0, 6.0))  # wherever it is by then: building, training, saving
+            job.send(signal.SIGKILL, rank=rng.randrange(3))
+        assert job.wait(limit_s=120.0) == 0, job.output
+    assert_whole(tmp_path, num_steps=60)

@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -211,3 +212,30 @@ def puts_the_handlers_back() -> bool:
 
 def test_closing_a_signal_watch_puts_the_handlers_back():
     assert run_processes(puts_the_handlers_back, 1) == [True]
+
+
+def sees_a_consequence(world: World) -> str:
+    liveness, failure = watch(world)
+    match world.rank:
+        case 1:
+            liveness.failed(RuntimeError("[pair.cc:553] Connection closed by peer"))
+        case 0:
+            time.sleep(0.3)  # the one who knows which peer comes later
+            liveness.lost(2, RuntimeError("Connection closed by peer"))
+    return str(failure.result(timeout=LIMIT_S))
+
+
+def test_an_error_that_only_says_some_peer_is_gone_waits_for_who_knows_which():
+    answers = run_worlds(sees_a_consequence, 1, 2)
+    assert len(set(answers)) == 1
+    assert answers[0].startswith("rank 2 (trainer) failed: connection from rank 0 lost")
+
+
+def has_no_room_for_stacks(world: World, folder: str) -> str:
+    liveness, failure = watch(world, stacks_folder=Path(folder) / "missing")
+    liveness.report("bad thing")
+    return str(failure.result(timeout=LIMIT_S))
+
+
+def test_a_failure_is_told_where_stacks_cannot_be_written(tmp_path):
+    assert run_worlds(has_no_room_for_stacks, 1, 1, str(tmp_path))[0].endswith("failed: bad thing")

@@ -17,6 +17,7 @@ BASE = {"gate": "admission", "order": "admission", "max_staleness": 2, "batch_si
         ({"window": 64, "max_age": 3, "over_age": "drop"}, 3, "age ≤ 3 = max_age, kept by dropping (admission order)"),
         ({"window": 8, "max_age": 3}, 3, "age ≤ 3 = S + ceil((w-G)/B)"),
         ({"order": "completion", "max_staleness": 0}, 0, "age ≤ 0 = S: at S = 0 no order can age anything"),
+        ({"window": 64, "max_staleness": 0}, 0, "age ≤ 0 = S: at S = 0 no order can age anything"),
         (
             {"gate": "ship", "queue_size": 8, "max_concurrent": 64},
             12,

@@ -40,6 +40,12 @@ def test_overrides_are_parsed_as_toml_and_bare_words_are_strings(tmp_path: Path)
         ("staleness.max_age=1", "max_age = 1 is below max_staleness = 2"),
         ("staleness.max_concurrent=4", "max_concurrent = 4 is below rollout.group_size = 8"),
         ("staleness.gate=shop", "must be one of admission, ship"),
+        (
+            "staleness.gate=ship staleness.queue_size=8 staleness.max_concurrent=32",
+            "= 40 is below rollout.batch_size = 64",
+        ),
+        ("staleness.gate=ship staleness.max_age=4", "max_age must be at least 5; or over_age = drop"),
+        ("staleness.gate=ship staleness.adaptive=true", "needs staleness.gate = 'admission'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate"),
         ("trainer.learning_rate=true", "expected float"),
         ("trainer.betas=[0.9]", "expected tuple"),
@@ -54,7 +60,7 @@ def test_overrides_are_parsed_as_toml_and_bare_words_are_strings(tmp_path: Path)
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=r".") as raised:
-        config.load(_write(tmp_path), [override])
+        config.load(_write(tmp_path), override.split())
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 

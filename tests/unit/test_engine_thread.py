@@ -115,14 +115,16 @@ def test_a_prompt_that_does_not_fit_fails_its_episode_and_not_the_engine() -> No
     assert len(completion.token_ids) == 3
 
 
-def test_a_cancelled_caller_frees_its_slot_and_learns_what_it_cost() -> None:
+@pytest.mark.parametrize("num_cancels", [1, 2])
+def test_a_cancelled_caller_frees_its_slot_and_learns_what_it_cost(num_cancels: int) -> None:
     async def script(thread: EngineThread, engine: CountingEngine) -> int:
         task = asyncio.create_task(thread.generate(np.ones(1), THREE))
         engine.steps.release(1)
         while engine.num_entered < 2:
             await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.sleep(0)
+        for _ in range(num_cancels):
+            task.cancel()
+            await asyncio.sleep(0)
         engine.steps.release(100)
         with pytest.raises(Cancelled) as cancelled:
             await task

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from spmd_rl.episodes import Episodes, seed_of
-from spmd_rl.types import Completion, GroupWork, Rollout, Sampling, Task
+from spmd_rl.types import Cancelled, Completion, GroupWork, Rollout, Sampling, Task
 
 WORK = GroupWork(group_id=3, first_ticket=12, size=2, task=Task(env="e", task_id="t"), version=4)
 
@@ -30,10 +30,12 @@ class TwoTurns:
         return rollout
 
 
-def _run(env: TwoTurns, *, max_retries: int = 1, version: int = 4) -> tuple[list[Rollout], list[Sampling]]:
+def _run(
+    env: object, *, max_retries: int = 1, version: int = 4, generate: Callable | None = None
+) -> tuple[list[Rollout], list[Sampling]]:
     asked: list[Sampling] = []
 
-    async def generate(prompt: np.ndarray, sampling: Sampling) -> tuple[Completion, int]:
+    async def three_tokens(prompt: np.ndarray, sampling: Sampling) -> tuple[Completion, int]:
         asked.append(sampling)
         three = np.full(3, 7, np.int32)
         return Completion(token_ids=three, logprobs=-three / 7.0, versions=three, finish_reason="stop"), 0
@@ -49,7 +51,7 @@ def _run(env: TwoTurns, *, max_retries: int = 1, version: int = 4) -> tuple[list
 
         episodes = Episodes(
             envs={"e": env},
-            generate=generate,
+            generate=generate or three_tokens,
             engine_version=lambda: version,
             sampling={"train": Sampling(max_tokens=3)},
             seed=0,
@@ -82,6 +84,23 @@ def test_an_episode_that_keeps_raising_is_failed_by_name() -> None:
     assert [(r.failed, r.error, r.num_trainable, r.num_wasted_tokens) for r in rollouts] == [
         (True, "KeyError: 'tool'", 0, 12)
     ] * 2
+
+
+def test_an_environment_may_limit_the_time_of_a_turn() -> None:
+    class Impatient:
+        async def rollout(self, task: Task, generate: Callable) -> Rollout:
+            async with asyncio.timeout(0):
+                await generate(np.ones(1))
+            raise AssertionError("never answered")
+
+    async def generate(prompt: np.ndarray, sampling: Sampling) -> tuple[Completion, int]:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise Cancelled(4) from None
+
+    rollouts, _ = _run(Impatient(), generate=generate)
+    assert [(r.error, r.num_sampled, r.num_wasted_tokens) for r in rollouts] == [("TimeoutError: ", 0, 8)] * 2
 
 
 def test_a_reward_that_is_not_a_number_is_a_failure_and_not_a_zero() -> None:

@@ -207,11 +207,27 @@ def test_a_held_batch_is_parked_until_the_version_comes_and_the_time_is_counted(
 def test_adaptive_admission_never_leaves_its_limits():
     adaptive = AdaptiveAdmission(max_staleness=8, batch_size=64, target_idle=0.02)
     for _ in range(1000):
-        adaptive.observe(waited_s=0.0, busy_s=1.0)
+        adaptive.observe(waited_s=0.0, busy_s=1.0, used=64)
     assert adaptive.limit == 64
     for _ in range(1000):
-        adaptive.observe(waited_s=9.0, busy_s=1.0)
+        adaptive.observe(waited_s=9.0, busy_s=1.0, used=64)
     assert adaptive.limit == 9 * 64
+
+
+def test_adaptive_admission_lets_go_of_what_lies_ready_and_not_of_what_runs():
+    idle_stock, long_runs = (AdaptiveAdmission(max_staleness=8, batch_size=64, target_idle=0.02) for _ in range(2))
+    for _ in range(30):
+        idle_stock.observe(waited_s=0.0, busy_s=1.0, used=100)
+        long_runs.observe(waited_s=0.0, busy_s=1.0, used=550)
+    assert idle_stock.limit == pytest.approx(164 - 19 * 0.64, abs=13)  # used + B, and from there step by step
+    assert long_runs.limit == pytest.approx(9 * 64 - 19 * 0.64)
+
+
+def test_a_restored_limit_is_kept_within_the_ceiling_of_now():
+    adaptive = AdaptiveAdmission(max_staleness=1, batch_size=8, target_idle=0.02)
+    for limit, kept in ((11.5, 11.5), (300.0, 16.0), (1.0, 8.0)):
+        adaptive.restore(limit)
+        assert adaptive.limit == kept
 
 
 def test_adaptive_admission_narrows_the_capacity():

@@ -34,6 +34,14 @@ def test_a_lost_token_is_named_with_all_the_numbers():
         ledger.assert_tokens_closed()
 
 
+def test_tokens_that_no_engine_has_counted_are_found_in_between():
+    ledger = Ledger()
+    ledger.end(5, 2)
+    ledger.assert_generated(ledger.accounted_tokens, reported=7)
+    with pytest.raises(RuntimeError, match="7 tokens are accounted for, engines generated only 6"):
+        ledger.assert_generated(ledger.accounted_tokens, reported=6)
+
+
 def test_tokens_of_a_group_that_starts_again_are_wasted():
     ledger = filled()
     ledger.waste(5)

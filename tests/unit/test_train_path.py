@@ -198,8 +198,23 @@ def test_dropped_groups_are_cancelled_counted_and_replaced():
         assert max(run.ages) == 2
         assert run.ledger.rollouts["dropped"] > 0 and run.inference.cancelled
         assert run.running_always_matched
-        length = {end: run.ledger.tokens[end] / run.ledger.rollouts[end] for end in ("trained", "dropped")}
-        assert length["trained"] > 0 and length["dropped"] > 0
+        lengths = run.path.mean_lengths()
+        assert {end: lengths[end]["tokens"] for end in ("trained", "dropped")} == {
+            end: run.ledger.tokens[end] / run.ledger.rollouts[end] for end in ("trained", "dropped")
+        }
+        assert lengths["dropped"]["tokens"] > lengths["trained"]["tokens"] > 0  # it leans against the long
+
+    run_virtual(main())
+
+
+def test_slots_that_lie_ready_are_not_used():
+    async def main():
+        run = Run(order="completion", version=0)
+        await run.until(20)
+        index = run.gate.consumed // B
+        finished = run.sink.num_ready
+        assert run.path.used_slots(index) == run.gate.running + run.gate.accepted - index * B - finished
+        assert run.path.used_slots(index) == run.gate.running  # in this order nothing that finished waits for another
 
     run_virtual(main())
 
