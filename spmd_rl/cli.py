@@ -17,10 +17,14 @@ USAGE = """\
 usage: torchrun --nproc-per-node=N -m spmd_rl CONFIG.toml [section.key=value ...] [--resume[=auto|must|never]]
        python -m spmd_rl check CONFIG.toml [section.key=value ...]
        python -m spmd_rl simulate CONFIG.toml [section.key=value ...] [options]
+       python -m spmd_rl eval CONFIG.toml [--model DIR] [--out FILE.json] [section.key=value ...]
+       python -m spmd_rl export RUN_DIR [--step N] [--dtype bfloat16|float32] DIR
 
 Asynchronous RL post-training: the ranks of one torchrun job split into inference and trainer ranks.
 
   check     read the config, print it resolved with the staleness bound that it gives, and stop
+  eval      the config's evaluation on a model folder, in this process alone
+  export    a run's checkpoint, the newest or that of --step, as a Hugging Face folder
   simulate  drive the real gate, dispatcher and sinks on a virtual clock: ages, idle shares, throughput
 
 Settings, as section.key, with their defaults:
@@ -92,4 +96,29 @@ def _simulate(argv: Sequence[str]) -> int:
     return simulate(argv)
 
 
-COMMANDS = {"check": _check, "simulate": _simulate}
+def _eval(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="spmd_rl eval", add_help=False, allow_abbrev=False)
+    parser.add_argument("--model")
+    parser.add_argument("--out", type=Path)
+    options, rest = parser.parse_known_args(argv)
+    config, _ = _read("spmd_rl eval", [*rest, *([f"model.path={options.model}"] if options.model else [])])
+
+    from spmd_rl.evaluate import evaluate
+
+    return evaluate(config, options.out)
+
+
+def _export(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="spmd_rl export", add_help=False, allow_abbrev=False)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    options = parser.parse_intermixed_args(argv)
+
+    from spmd_rl.export import export
+
+    return export(options.run, options.folder, options.step, options.dtype)
+
+
+COMMANDS = {"check": _check, "simulate": _simulate, "eval": _eval, "export": _export}

@@ -103,6 +103,20 @@ class Rollout:
     """further attempts of an episode that raised, before it counts as failed"""
     max_failure_rate: float = 0.5
     """share of failed episodes among two batches' worth of them, beyond which the run fails; 1: any"""
+    long_prompts: str = "skip"
+    """skip: prompts that leave no room in inference.max_seq_len fail, counted; refuse: the first one ends the run"""
+
+
+@SETTINGS
+class Data:
+    """Which tasks are drawn, by how often they were solved lately."""
+
+    min_solve_rate: float = 0.0
+    """tasks solved less often than this are passed over; 0: off"""
+    max_solve_rate: float = 1.0
+    """tasks solved more often than this are passed over; 1: off"""
+    revisit: float = 0.1
+    """share of such draws that are run nevertheless, to see whether that has changed"""
 
 
 @SETTINGS
@@ -216,6 +230,10 @@ class Eval:
     """0: greedy"""
     max_concurrent: int = 0
     """rollouts in flight at most while training runs; 0: max_concurrent / 8"""
+    pin: bool = False
+    """hold weight updates while an evaluation runs, so that one version makes it all; it must end in stall_timeout_s"""
+    solved_at: float = 1.0
+    """least reward that counts as solved, for pass@k, avg@k and the difficulty of tasks"""
 
 
 @SETTINGS
@@ -236,6 +254,7 @@ class Config:
     topology: Topology = field(default_factory=Topology)
     model: Model
     env: dict[str, Env]
+    data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     staleness: Staleness = field(default_factory=Staleness)
     inference: Inference = field(default_factory=Inference)
@@ -280,6 +299,7 @@ class Config:
 
 CHOICES = {
     "run.resume": ("auto", "must", "never"),
+    "rollout.long_prompts": ("skip", "refuse"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "staleness.gate": ("admission", "ship"),
     "staleness.order": ("completion", "oldest", "admission"),
@@ -307,6 +327,8 @@ AT_LEAST = {
     "rollout.top_p": 0.01,
     "rollout.top_k": 0,
     "rollout.max_retries": 0,
+    "data.min_solve_rate": 0,
+    "data.revisit": 0.001,
     "staleness.max_staleness": 0,
     "staleness.window": 1,
     "staleness.max_age": -1,
@@ -548,6 +570,11 @@ def _check(config: Config) -> None:
         (
             inference.engine == "vllm" and inference.deterministic,
             "inference.deterministic needs inference.engine = 'native'",
+        ),
+        (
+            not config.data.min_solve_rate <= config.data.max_solve_rate <= 1 or config.data.revisit > 1,
+            f"data: min_solve_rate = {config.data.min_solve_rate} <= max_solve_rate = {config.data.max_solve_rate} <= "
+            f"1 and revisit = {config.data.revisit} <= 1 must hold",
         ),
         (not 0 <= trainer.clip_low < 1, f"trainer.clip_low = {trainer.clip_low}: must be at least 0 and below 1"),
         (trainer.clip_high < 0, f"trainer.clip_high = {trainer.clip_high}: must be at least 0"),

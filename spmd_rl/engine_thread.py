@@ -78,6 +78,8 @@ class EngineThread:
         self._running: dict[int, _Request] = {}
         self._held: deque[tuple[int, _Request]] = deque()
         self._swap: _Swap | None = None
+        self._most: int | None = None  # no version above this one is swapped in
+        self._held_since: float | None = None  # a swap is held back by that
         self._next_id = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -137,6 +139,26 @@ class EngineThread:
             if self._swap is not None:
                 raise RuntimeError(f"weights {version} arrived before {self._swap.version} were swapped in")
             self._swap = _Swap(tensors, version, loaded)
+            if not self._swap_is_due:
+                self._held_since = time.perf_counter()
+
+        self._commands.put(command)
+
+    def pin(self, upto: int | None, pinned: Callable[[int, float], None]) -> None:
+        """Swap in nothing above `upto`, or above what is there or already arrived; None: swap again.
+
+        `pinned` is called on the engine thread with that version and the seconds that a swap was held back.
+        """
+
+        def command() -> None:
+            held_s = 0.0 if self._held_since is None else time.perf_counter() - self._held_since
+            if upto is None:
+                self._most = self._held_since = None
+            elif self._most is None:
+                self._most = max(upto, self.engine.version if self._swap is None else self._swap.version)
+            else:
+                self._most = max(upto, self._most)
+            pinned(self.engine.version if self._most is None else self._most, held_s)
 
         self._commands.put(command)
 
@@ -161,16 +183,23 @@ class EngineThread:
             self._failed(error)
 
     def _take_commands(self) -> None:
-        idle = not self._running and self._swap is None
+        idle = not self._running and not self._swap_is_due
         if idle:
             self._progress("waiting for requests")
         while idle or not self._commands.empty():
             self._commands.get()()
             idle = False
 
+    @property
+    def _swap_is_due(self) -> bool:
+        """Weights have arrived and are not held back."""
+        return self._swap is not None and (self._most is None or self._swap.version <= self._most)
+
     def _swap_when_due(self) -> None:
+        if not self._swap_is_due:
+            return
         swap = self._swap
-        if swap is None or (self._on_update == "hold" and self._running):
+        if self._on_update == "hold" and self._running:
             return
         if self._on_update == "restart" and self._running.keys() - swap.cancelled:
             for request_id in self._running.keys() - swap.cancelled:
@@ -203,7 +232,7 @@ class EngineThread:
             self._finish(request_id, self._running.pop(request_id), completion)
 
     def _submit(self, request_id: int, request: _Request) -> None:
-        if self._swap is not None and self._on_update != "continue":
+        if self._swap_is_due and self._on_update != "continue":
             self._held.append((request_id, request))
             return
         try:

@@ -1,8 +1,9 @@
 """Runs the episodes of admitted groups on the event loop of an inference rank.
 
 Given environments and a `generate`; promises one finished rollout for each member, with everything that the rest of the
-system wants to know about it.  An episode that raises is tried again, then counted failed.  Knows nothing of ranks,
-transport, sinks or weights.
+system wants to know about it.  An episode that raises is tried again, then counted failed; one that says that trying
+again is of no use (`NotRetried`) is counted at once.  A turn that does not fit into the context is cut at its end.
+Knows nothing of ranks, transport, sinks or weights.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spmd_rl.types import Cancelled, Completion, GroupWork, Rollout, Sampling
+from spmd_rl.types import Cancelled, Completion, GroupWork, NotRetried, Rollout, Sampling
 
 if TYPE_CHECKING:
     from spmd_rl.envs import Environment
+
+
+class PromptTooLong(NotRetried):
+    """A prompt that leaves no room for a reply."""
 
 
 class Episodes:
@@ -33,11 +38,13 @@ class Episodes:
         generate: Callable[[np.ndarray, Sampling], Awaitable[tuple[Completion, int]]],
         engine_version: Callable[[], int],
         sampling: Mapping[str, Sampling],  # by purpose
+        max_seq_len: int,  # tokens of a context, completion included
         seed: int,
         max_retries: int,
         finished: Callable[[Rollout], None],
     ) -> None:
         self._envs, self._generate, self._engine_version = envs, generate, engine_version
+        self._max_seq_len = max_seq_len
         self._sampling, self._seed, self._max_retries, self._finished = sampling, seed, max_retries, finished
         self._tasks: dict[tuple[str, int], asyncio.Task[Rollout]] = {}  # by purpose and ticket
 
@@ -66,14 +73,18 @@ class Episodes:
         sampled = 0  # tokens of all attempts
         for attempt in range(self._max_retries + 1):
             spent: list[int] = []
+            again = False
             try:
                 rollout = await self._attempt(work, sample, ticket, attempt, spent)
             except asyncio.CancelledError:
                 rollout = _failed("cancelled")
+            except NotRetried as error:
+                rollout = _failed(f"{type(error).__name__}: {error}")
             except Exception as error:  # the environment is the user's code: its failure is counted, not fatal
                 rollout = _failed(f"{type(error).__name__}: {error}")
+                again = True
             sampled += sum(spent)
-            if not rollout.failed or rollout.error == "cancelled":
+            if not again:
                 break
         rollout.num_wasted_tokens = sampled - rollout.num_sampled
         return rollout
@@ -94,8 +105,14 @@ class Episodes:
             nonlocal turn
             sampling = self._sampling[work.purpose]
             seed = seed_of(self._seed, work.purpose, ticket, sample, attempt, turn)
-            sampling = replace(sampling, seed=seed, max_tokens=max_tokens or sampling.max_tokens)
+            room = self._max_seq_len - len(token_ids)
+            if room < 1 and turn == 0:
+                raise PromptTooLong(f"{len(token_ids)} tokens leave no room for a reply in {self._max_seq_len}")
             turn += 1
+            if room < 1:
+                return _cut_short()
+            limit = min(max_tokens or sampling.max_tokens, room)
+            sampling = replace(sampling, seed=seed, max_tokens=limit)
             try:
                 completion, wasted = await self._generate(np.asarray(token_ids, np.int32), sampling)
             except Cancelled as cancelled:
@@ -109,6 +126,12 @@ class Episodes:
             raise ValueError(f"reward {rollout.reward}")
         rollout.num_turns = turn
         return rollout
+
+
+def _cut_short() -> Completion:
+    """The turn of an episode that has used up its context."""
+    none = np.empty(0, np.int32)
+    return Completion(token_ids=none, logprobs=np.empty(0, np.float32), versions=none, finish_reason="length")
 
 
 def _failed(error: str) -> Rollout:

@@ -50,28 +50,7 @@ class InferenceRank:
             on_update="continue" if config.staleness.on_update == "drain" else config.staleness.on_update,
             progress=lambda doing: live.progress(doing, thread="engine"),
         )
-        tokenizer = Tokenizer(config.model.path)
-        rollout = config.rollout
-        self._episodes = Episodes(
-            envs={name: envs.load(e.path, tokenizer=tokenizer, args=e.args) for name, e in config.env.items()},
-            generate=self._engine.generate,
-            engine_version=lambda: self._engine.version,
-            sampling={
-                "train": Sampling(
-                    max_tokens=rollout.max_tokens,
-                    temperature=rollout.temperature,
-                    top_p=rollout.top_p,
-                    top_k=rollout.top_k,
-                    stop_ids=tokenizer.stop_ids,
-                ),
-                "eval": Sampling(
-                    max_tokens=rollout.max_tokens, temperature=config.eval.temperature, stop_ids=tokenizer.stop_ids
-                ),
-            },
-            seed=config.run.seed,
-            max_retries=rollout.max_retries,
-            finished=self._finished,
-        )
+        self._episodes = make_episodes(config, Tokenizer(config.model.path), self._engine, self._finished)
         self._engine.start()
         self._receiver = make_receiver(
             world, config, run_dir, specs=specs, deliver=self._weights_arrived, failed=live.failed
@@ -91,6 +70,9 @@ class InferenceRank:
                 self._receiver.take(message.words["version"])
             case Kind.SWAP:
                 self._may_swap.release()
+            case Kind.PIN:
+                number = message.words["number"]
+                self._engine.pin(message.words["upto"], lambda version, held_s: self._pinned(number, version, held_s))
             case Kind.STATS:
                 stats = self._engine.stats
                 words = {"busy_s": stats.busy_s, "pause_s": stats.pause_s, "steps": stats.steps, "tokens": stats.tokens}
@@ -109,6 +91,10 @@ class InferenceRank:
         packed = packing.pack([rollout])
         self._send(Message(Kind.ROLLOUT, {"words": packed.words}, packed.arrays()))
 
+    def _pinned(self, number: int, version: int, held_s: float) -> None:  # on the engine's thread
+        message = Message(Kind.PINNED, {"number": number, "version": version, "held_s": held_s})
+        self._loop.call_soon_threadsafe(self._send, message)
+
     def _weights_arrived(self, version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:
         """On the receiver's thread: have the engine swap between two steps, then acknowledge and score the probe."""
         report = self._receiver.report
@@ -125,6 +111,34 @@ class InferenceRank:
                 self._loop.call_soon_threadsafe(self._send, message)
 
         self._engine.load(tensors, version, swapped)
+
+
+def make_episodes(
+    config: Config, tokenizer: Tokenizer, engine: EngineThread, finished: Callable[[Rollout], None]
+) -> Episodes:
+    """Episodes of the run's environments with the run's sampling."""
+    rollout = config.rollout
+    return Episodes(
+        envs={name: envs.load(e.path, tokenizer=tokenizer, args=e.args) for name, e in config.env.items()},
+        generate=engine.generate,
+        engine_version=lambda: engine.version,
+        sampling={
+            "train": Sampling(
+                max_tokens=rollout.max_tokens,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                stop_ids=tokenizer.stop_ids,
+            ),
+            "eval": Sampling(
+                max_tokens=rollout.max_tokens, temperature=config.eval.temperature, stop_ids=tokenizer.stop_ids
+            ),
+        },
+        max_seq_len=config.inference.max_seq_len,
+        seed=config.run.seed,
+        max_retries=rollout.max_retries,
+        finished=finished,
+    )
 
 
 async def run_inference(world: World, config: Config, run_dir: RunDir, live: Liveness, signals: StopSignals) -> None:

@@ -19,6 +19,7 @@ from spmd_rl import checkpoint, envs, packing
 from spmd_rl.config import Config
 from spmd_rl.inference import InferenceRank, work_message
 from spmd_rl.liveness import Liveness
+from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator, Sent
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.packing import Packed
@@ -102,6 +103,7 @@ async def run_orchestrator(
         written=written,
         swap=lambda version: to_all(world.topology.engine_leaders, Kind.SWAP, version=version),
         stats=lambda number: to_all(world.topology.engine_leaders, Kind.STATS, number=number),
+        pin=lambda number, upto: to_all(world.topology.engine_leaders, Kind.PIN, number=number, upto=upto),
         batch=ship,
         probe=probe,
         finish_training=lambda export: to_all(world.trainer_ranks, Kind.STOP, export=export),
@@ -116,6 +118,13 @@ async def run_orchestrator(
         decode=tokenizer.decode,
         say=lambda line: print(line, flush=True),
     )
+    difficulty = Difficulty(
+        least=config.data.min_solve_rate,
+        most=config.data.max_solve_rate,
+        revisit=config.data.revisit,
+        solved_at=config.eval.solved_at,
+        seed=seed,
+    )
     recorder = Recorder(metrics=run_dir.metrics, tensorboard=run_dir.tensorboard)
     orchestrator = Orchestrator(
         config=config,
@@ -124,10 +133,13 @@ async def run_orchestrator(
             {name: lambda env=env: env.tasks(seed, "train") for name, env in environments.items()},
             weights={name: env.weight for name, env in config.env.items()},
             seed=seed,
+            keep=difficulty.keep,
         ),
+        difficulty=difficulty,
         eval_tasks={
             name: list(itertools.islice(env.tasks(seed, "eval"), config.eval.num_tasks))
             for name, env in environments.items()
+            if config.eval.every >= 0
         },
         links=links,
         recorder=recorder,
@@ -167,6 +179,8 @@ async def run_orchestrator(
                 orchestrator.loaded(rank, words["version"], loaded)
             case Kind.SAVED:
                 orchestrator.saved(rank, words["version"], final=words["final"])
+            case Kind.PINNED:
+                orchestrator.pin.answered(words["number"], rank, words["version"], words["held_s"])
             case Kind.STATS:
                 orchestrator.counted(rank, words["number"], words["stats"])
             case Kind.PROBED:

@@ -6,6 +6,8 @@ readable without this package.  Knows nothing of ranks, queues or what the rollo
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,7 +29,7 @@ PER_ROLLOUT = {
     "finished_version": np.int32,
     "generation_s": np.float64,
 }
-WORDS = ("env", "task_id", "purpose", "finish_reason", "error", "reward_parts")
+WORDS = ("env", "task_id", "purpose", "finish_reason", "error", "reward_parts", "segments")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,6 +141,20 @@ def split_evenly(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         parts[lightest].append(i)
         loads[lightest] += costs[i]
     return [sorted(part) for part in parts]
+
+
+def by_segment(packed: Packed) -> Packed:
+    """Every segment as a sequence of its own, with its rollout's ticket, reward and advantage: what is trained on."""
+    starts = [
+        [int(a), *(int(a) + s for s in w["segments"])] for w, a in zip(packed.words, packed.cu_seqlens, strict=False)
+    ]
+    rows = np.repeat(np.arange(len(packed)), [len(s) for s in starts])
+    if len(rows) == len(packed):
+        return packed
+    per_rollout = {n: a[rows] for n, a in packed.arrays().items() if n not in PER_TOKEN and n != "cu_seqlens"}
+    words = [{**packed.words[i], "segments": []} for i in rows]
+    cu_seqlens = np.array([*itertools.chain(*starts), packed.cu_seqlens[-1]], np.int64)
+    return dataclasses.replace(packed, cu_seqlens=cu_seqlens, words=words, **per_rollout)
 
 
 def select(packed: Packed, indices: Sequence[int]) -> Packed:

@@ -21,10 +21,33 @@ def numbers(text: str) -> list[Decimal]:
     return [Decimal(n) for n in _NUMBER.findall(_THOUSANDS.sub("", text.replace("\N{MINUS SIGN}", "-")))]
 
 
-def last_number_equals(reply: str, answer: int | float | str, *, tolerance: float = 0.0) -> float:
-    """1.0 if the last number of the reply is the answer: models end with it, after whatever else they say."""
-    found = numbers(reply)
-    return float(bool(found) and abs(found[-1] - Decimal(str(answer))) <= Decimal(str(tolerance)))
+def last_number_equals(
+    reply: str, answer: int | float | str, *, tolerance: float = 0.0, relative: float = 0.0
+) -> float:
+    """1.0 if the last number of the reply is the answer: models end with it, after whatever else they say.
+
+    It may be off by `tolerance`, or by `relative` times the answer.
+    """
+    found, right = numbers(reply), Decimal(str(answer).replace(",", ""))
+    most = max(Decimal(str(tolerance)), Decimal(str(relative)) * abs(right))
+    return float(bool(found) and abs(found[-1] - right) <= most)
+
+
+def matches(reply: str, pattern: str) -> float:
+    """1.0 if the whole reply has this form, blanks around it aside; a dot stands for line ends too."""
+    return float(re.fullmatch(pattern, reply.strip(), re.DOTALL) is not None)
+
+
+def after(text: str, mark: str) -> str:
+    """What follows the last mark: the "42" of "so it is 42\\n#### 42" after "####"; all of a text without it."""
+    return text.rpartition(mark)[2].strip()
+
+
+def between(reply: str, start: str, end: str) -> str | None:
+    """What stands between the last pair of marks, such as <answer> and </answer>; None where there is no pair."""
+    head, found_end, _ = reply.rpartition(end)
+    _, found_start, inner = head.rpartition(start)
+    return inner.strip() if found_end and found_start else None
 
 
 def exact(reply: str, answer: str) -> float:

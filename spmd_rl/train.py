@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from spmd_rl import config as config_module
-from spmd_rl import disk
+from spmd_rl import disk, envs
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine
 from spmd_rl.inference import run_inference
@@ -32,6 +32,7 @@ from spmd_rl.orchestration import run_orchestrator
 from spmd_rl.resume import starting_point
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
+from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.world import World, check_shared_folder, end_process, join, leave
 
@@ -130,6 +131,10 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"model.make = {config.model.make!r}: {error}") from error
         make(model)
+    tokenizer, splits = Tokenizer(model), ["train"] + ["eval"] * (config.eval.every >= 0)
+    for env_name, env in config.env.items():
+        made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
+        envs.check_tasks(env_name, made, seed=config.run.seed, splits=splits)
     run_dir = RunDir(Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     version, restored = starting_point(run_dir, config, restarted=world.generation > 1)
     run_dir.create()

@@ -98,7 +98,7 @@ class TrainerRank:
             raise RuntimeError(f"batch {index} arrived at version {self.version}")
         self._live.progress(f"training batch {index}")
         start = time.monotonic()
-        share = packing.from_arrays(message.arrays, message.words["words"])
+        share = packing.by_segment(packing.from_arrays(message.arrays, message.words["words"]))
         metrics = {f"trainer/{name}": value for name, value in self._trainer.step(share, index).items()}
         self.version += 1
         metrics["trainer/hold_s"] = self.publish()

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, unique
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class PeerLost(RuntimeError):
     """The peer no longer takes messages."""
 
 
+@unique
 class Kind(IntEnum):
     WORK = 1
     CANCEL = 2
@@ -54,9 +55,11 @@ class Kind(IntEnum):
     STATS = 9
     SAVED = 10
     ASKED = 11  # a signal asked this rank to stop
+    PIN = 13
+    PINNED = 14
     STOP = 12  # the last message of a direction
-    SWAP = 13
-    SENT = 14
+    SWAP = 15
+    SENT = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -66,6 +66,10 @@ class GroupWork:
         return range(self.first_ticket, self.first_ticket + self.size)
 
 
+class NotRetried(Exception):
+    """What ended an episode and would end it again: the rollout counts as failed at once, under this class's name."""
+
+
 class Cancelled(asyncio.CancelledError):
     """A cancelled generation, once the engine has let go of it: `tokens` were sampled for nothing."""
 
@@ -95,6 +99,7 @@ class Rollout:
     loss_mask: np.ndarray = field(default_factory=lambda: _empty(np.bool_))  # [T] bool, True = trained on
     behavior_logprobs: np.ndarray = field(default_factory=lambda: _empty(np.float32))  # [T] float32, 0 off the mask
     versions: np.ndarray = field(default_factory=lambda: _empty(np.int32))  # [T] int32, NO_VERSION off the mask
+    segments: list[int] = field(default_factory=list)  # where new contexts start, after the one at 0
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""  # "stop" | "length" | "env" | "error"
@@ -128,6 +133,16 @@ class Rollout:
             setattr(self, name, np.concatenate([getattr(self, name), rows]))
         for name in ("head", "tail", "num_trainable", "num_sampled"):
             self.__dict__.pop(name, None)
+
+    def new_segment(self) -> None:
+        """What is appended next starts a context of its own and attends to nothing before it."""
+        if len(self.token_ids) > (self.segments[-1] if self.segments else 0):
+            self.segments.append(len(self.token_ids))
+
+    @property
+    def context(self) -> np.ndarray:  # [N] int32
+        """The tokens of the last segment: what the next turn is sampled after."""
+        return self.token_ids[self.segments[-1] :] if self.segments else self.token_ids
 
     @property
     def failed(self) -> bool:

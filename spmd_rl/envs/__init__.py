@@ -10,13 +10,16 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
 
+from spmd_rl.rewards import applicable, weighted_sum
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Completion, Rollout, Task
+
+Data = Mapping[str, object]  # of a task
 
 
 class Generate(Protocol):
@@ -24,7 +27,7 @@ class Generate(Protocol):
 
     async def __call__(
         self,
-        token_ids: np.ndarray,  # [N] int32, the whole episode so far
+        token_ids: np.ndarray,  # [N] int32, the whole context so far
         max_tokens: int | None = None,  # fewer new tokens than the run allows
     ) -> Completion: ...
 
@@ -43,11 +46,23 @@ class Environment(Protocol):
 
 async def take_turn(rollout: Rollout, generate: Generate, max_tokens: int | None = None) -> Completion:
     """The model's next turn: what it samples after the rollout's tokens is added to them."""
-    completion = await generate(rollout.token_ids, max_tokens)
+    completion = await generate(rollout.context, max_tokens)
     rollout.append(completion.token_ids, completion.logprobs, completion.versions)
     rollout.num_turns += 1
     rollout.finish_reason = completion.finish_reason
     return completion
+
+
+def judged(
+    rollout: Rollout,
+    reward: float | Mapping[str, float | None],  # one number, or parts by name
+    weights: Mapping[str, float] | None = None,  # of the parts; None = 1 each
+) -> Rollout:
+    """The rollout with its reward: counted once, however many turns it has."""
+    parts = reward if isinstance(reward, Mapping) else {"reward": reward}
+    rollout.reward = weighted_sum(parts, weights)
+    rollout.reward_parts = applicable(parts)
+    return rollout
 
 
 def drawn(seed: int, split: str, draw: Callable[[random.Random], Task]) -> Iterator[Task]:
@@ -55,6 +70,13 @@ def drawn(seed: int, split: str, draw: Callable[[random.Random], Task]) -> Itera
     rng = random.Random(f"{split} {seed}")
     while True:
         yield draw(rng)
+
+
+def check_tasks(name: str, environment: Environment, *, seed: int, splits: Iterable[str]) -> None:
+    """ValueError, before anything is built, for data that are missing, broken or empty."""
+    for split in splits:
+        if next(environment.tasks(seed, split), None) is None:
+            raise ValueError(f"environment {name} has no tasks of the split {split!r}")
 
 
 def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Environment:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from spmd_rl.envs import Generate, drawn, take_turn
-from spmd_rl.rewards import applicable, exact, weighted_sum
+from spmd_rl.envs import Generate, drawn, judged, take_turn
+from spmd_rl.rewards import exact
 from spmd_rl.tokenizer import Messages, Tokenizer
 from spmd_rl.types import Rollout, Task
 
@@ -42,10 +42,8 @@ class Lookup:
         if parts["call"]:
             rollout.append(self._tokenizer.encode(tool_reply(digit)))
             parts["answer"] = await self._says(digit, rollout, generate)
-        rollout.reward = weighted_sum(parts, WEIGHTS)
-        rollout.reward_parts = applicable(parts)
         rollout.finish_reason = "env"
-        return rollout
+        return judged(rollout, parts, WEIGHTS)
 
     async def _says(self, expected: str, rollout: Rollout, generate: Generate) -> float:
         completion = await take_turn(rollout, generate, max_tokens=1)

@@ -8,23 +8,23 @@ class Backwards:
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
         return (Task(env="", task_id=word, data={"word": word}) for word in self.words)
 
-    def prompt(self, data: Mapping[str, object]) -> str:
+    def prompt(self, data: Data) -> str:
         return f"Spell {data['word']} backwards."
 
-    def reward(self, data: Mapping[str, object], reply: str) -> float:
+    def reward(self, data: Data, reply: str) -> float:
         return exact(reply, data["word"][::-1])
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 
-from spmd_rl.envs import Generate, take_turn
-from spmd_rl.rewards import applicable, weighted_sum
+from spmd_rl.envs import Data, Generate, judged, take_turn
 from spmd_rl.tokenizer import Messages, Tokenizer
 from spmd_rl.types import Rollout, Task
 
-Data = Mapping[str, object]  # of a task
+Reward = float | Mapping[str, float | None]  # one number, or parts by name
 
 
 class SingleTurn:
@@ -35,7 +35,7 @@ class SingleTurn:
         *,
         tokenizer: Tokenizer,
         prompt: Callable[[Data], str | Messages],  # a string is one message of the user
-        reward: Callable[[Data, str], float | Mapping[str, float | None]],  # of the reply's text; parts by name
+        reward: Callable[[Data, str], Reward | Awaitable[Reward]],  # of the reply's text; instant, or async
         weights: Mapping[str, float] | None = None,  # of the parts; None = 1 each
         max_tokens: int | None = None,  # None = as the run allows
     ) -> None:
@@ -51,8 +51,5 @@ class SingleTurn:
         rollout = Rollout(env=task.env, task_id=task.task_id)
         rollout.append(self._tokenizer.render(messages))
         completion = await take_turn(rollout, generate, self._max_tokens)
-        judged = self._reward(task.data, self._tokenizer.decode(completion.token_ids))
-        parts = judged if isinstance(judged, Mapping) else {"reward": judged}
-        rollout.reward = weighted_sum(parts, self._weights)
-        rollout.reward_parts = applicable(parts)
-        return rollout
+        reward = self._reward(task.data, self._tokenizer.decode(completion.token_ids))
+        return judged(rollout, await reward if inspect.isawaitable(reward) else reward, self._weights)

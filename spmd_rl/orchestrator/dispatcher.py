@@ -99,7 +99,7 @@ class Dispatcher:
                 "or was never started"
             )
         rollout.admission_version = pending.work.version
-        rollout.finished_version = self._policy.version
+        rollout.finished_version = max(self._policy.version, rollout.tail)  # its engine may be first at a version
         pending.members[rollout.sample] = rollout
         pending.num_running -= 1
         self.in_flight -= 1

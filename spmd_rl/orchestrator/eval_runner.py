@@ -23,9 +23,10 @@ class EvalRunner:
         samples: int,  # rollouts per task
         submit: Callable[[GroupWork], None],
         version: Callable[[], int],
+        solved_at: float = 1.0,  # least reward of a solved task
     ) -> None:
         self._tasks, self._samples, self._submit, self._version = tasks, samples, submit, version
-        self._sink = EvalSink()
+        self._sink = EvalSink(solved_at=solved_at)
         self._next = 0  # of the numbers that stand for groups; a work's first ticket is its number · samples
         self._waiting: deque[GroupWork] = deque()
         self._report: asyncio.Future[EvalReport] | None = None

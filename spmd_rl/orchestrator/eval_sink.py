@@ -1,7 +1,7 @@
 """Evaluation rollouts in, one report per evaluation out: no advantages, no filter, no gate, no ledger.
 
 `expect` announces the work of one evaluation; `add` takes its rollouts in any order, several evaluations at once, and
-gives the report with the last of them.  A failed rollout counts as reward 0 and unsolved.
+gives the report with the last of them.  A failed rollout was not measured: it is counted and in no mean.
 Knows nothing of training, engines or weights.
 """
 
@@ -22,8 +22,9 @@ class EnvReport:
 
     num_tasks: int
     samples: int  # rollouts per task
-    reward: float  # mean
-    pass_at: dict[int, float]  # k -> unbiased pass@k
+    reward: float  # mean of those measured
+    solved: float  # share of those measured, avg@k with k = samples: every task weighs the same
+    pass_at: dict[int, float]  # k -> unbiased pass@k, over the tasks with so many measured
     length: float  # mean sampled tokens
     truncated: float  # share that ended at the token limit
     failed: float  # share that raised
@@ -98,20 +99,26 @@ class EvalSink:
 
     def _report(self, tasks: list[list[Rollout]], samples: int) -> EnvReport:
         rollouts = [rollout for task in tasks for rollout in task]
-        rewards = [0.0 if r.failed else r.reward for r in rollouts]
-        solved = [sum(not r.failed and r.reward >= self._solved_at for r in task) for task in tasks]
+        measured = [[r.reward for r in task if not r.failed] for task in tasks]
+        solved = [(len(m), sum(reward >= self._solved_at for reward in m)) for m in measured]
         ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]
         return EnvReport(
             num_tasks=len(tasks),
             samples=samples,
-            reward=float(np.mean(rewards)),
-            pass_at={k: float(np.mean([pass_at(k, samples, c) for c in solved])) for k in ks},
+            reward=_mean([reward for m in measured for reward in m]),
+            solved=_mean([c / n for n, c in solved if n]),
+            pass_at={k: _mean([pass_at(k, n, c) for n, c in solved if n >= k]) for k in ks},
             length=float(np.mean([r.num_trainable for r in rollouts])),
             truncated=float(np.mean([r.finish_reason == "length" for r in rollouts])),
             failed=float(np.mean([r.failed for r in rollouts])),
             oldest_version=min((r.head for r in rollouts if r.head != NO_VERSION), default=NO_VERSION),
             newest_version=max((r.tail for r in rollouts), default=NO_VERSION),
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """0 of nothing: the share that failed then says that nothing was measured."""
+    return float(np.mean(values)) if values else 0.0
 
 
 def pass_at(k: int, samples: int, solved: int) -> float:

@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,17 +26,19 @@ from spmd_rl.advantages import ADVANTAGES
 from spmd_rl.config import Config
 from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator import state as saved_state
+from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.eval_runner import EvalRunner
 from spmd_rl.orchestrator.failure_rate import FailureRate
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
 from spmd_rl.orchestrator.metrics_loop import MetricsLoop
 from spmd_rl.orchestrator.order import make_order
-from spmd_rl.orchestrator.report import Report, batch_metrics, eval_values, reward_metrics
+from spmd_rl.orchestrator.report import Report, batch_metrics, eval_texts, eval_values, reward_metrics
 from spmd_rl.orchestrator.roll_call import RollCall
 from spmd_rl.orchestrator.ship_hold import ShipHold
 from spmd_rl.orchestrator.train_path import TrainPath
 from spmd_rl.orchestrator.train_sink import TrainSink, zero_spread
+from spmd_rl.orchestrator.version_pin import VersionPin
 from spmd_rl.orchestrator.weight_watcher import WeightWatcher
 from spmd_rl.packing import Packed
 from spmd_rl.policy import Policy
@@ -45,6 +48,7 @@ from spmd_rl.types import GroupWork, Rollout, Task
 
 PREFETCH = 1  # batches shipped ahead of the one that is trained; the ship gate's S takes its place
 PROBE_TOKENS = 256  # scored, at least
+CANCELLED = "cancelled"  # the error of a rollout that was given up on purpose
 
 
 class Recorder(Protocol):
@@ -64,6 +68,7 @@ class Links:
     swap: Callable[[int], None]  # have the engines take this version, where they wait for the word
     written: Callable[[int], Awaitable[None]]  # waits until the weights of a version are on disk
     stats: Callable[[int], None]  # have every engine answer with its counters, under this number
+    pin: Callable[[int, int | None], None]  # (number, version): hold swaps above it; None: swap again
     batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
     probe: Callable[[list[np.ndarray]], None]  # sequences that engines and trainers score from now on
     finish_training: Callable[[bool], None]  # save, export if True, and end
@@ -97,6 +102,7 @@ class Orchestrator:
         config: Config,
         run_dir: RunDir,
         tasks: TaskStream,
+        difficulty: Difficulty,  # of these tasks
         eval_tasks: Mapping[str, Sequence[Task]],
         links: Links,
         recorder: Recorder,
@@ -108,6 +114,7 @@ class Orchestrator:
     ) -> None:
         rollout, staleness, trainer = config.rollout, config.staleness, config.trainer
         self._config, self._run_dir, self._tasks, self._links = config, run_dir, tasks, links
+        self._difficulty = difficulty
         self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
         self._complete_checkpoint = complete_checkpoint
         self._first_version, self._last_version = version, config.run.steps
@@ -148,7 +155,12 @@ class Orchestrator:
         )
         self.ledger = Ledger()
         self.path = TrainPath(
-            dispatcher=self.dispatcher, sink=self.sink, gate=self.gate, policy=self.policy, ledger=self.ledger
+            dispatcher=self.dispatcher,
+            sink=self.sink,
+            gate=self.gate,
+            policy=self.policy,
+            ledger=self.ledger,
+            observe=difficulty.observe,
         )
         ahead = staleness.max_staleness if staleness.gate == "ship" else PREFETCH
         self.hold = ShipHold(self.policy, max_staleness=ahead, clock=clock)
@@ -158,7 +170,9 @@ class Orchestrator:
             samples=config.eval.samples,
             submit=self._submit,
             version=lambda: self.policy.version,
+            solved_at=config.eval.solved_at,
         )
+        self.pin = VersionPin(engines=links.engines, ask=links.pin, policy=self.policy)
         self.metrics = MetricsLoop(
             interval_s=config.run.metrics_interval_s,
             collect=self._interval_metrics(),
@@ -179,12 +193,12 @@ class Orchestrator:
         self._left: dict[tuple[str, int], int] = {}  # their members that have not ended
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
+        self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
         self._admitted_until = {version: 0}  # rollouts admitted before a version was live
         self.policy.on_change(self._version_changed)
         self._stop = asyncio.Event()
         self._num_stats = 0
         self._probe: list[np.ndarray] = []
-        self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
         self._save_at: set[int] = set()  # versions to come at which the trainers save
         self._evaluations: list[asyncio.Task[None]] = []  # that run beside training: one at most
         self._checkpoints: list[asyncio.Task[None]] = []  # that are being written
@@ -201,6 +215,7 @@ class Orchestrator:
         self._tasks.skip_to(words["cursor"])
         if self._adaptive is not None:
             self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))
+        self._difficulty.restore(words.get("difficulty", ()))
         self.ledger.close_tokens()
         self._admitted_until = {self._first_version: self.ledger.admitted}
 
@@ -217,6 +232,10 @@ class Orchestrator:
         if not self._left[key]:
             del self._left[key], self._engine_of[key]
         self._failures.add(rollout)
+        if rollout.failed and rollout.error != CANCELLED:
+            self._report.failed(rollout)
+            if rollout.error.startswith("PromptTooLong") and self._config.rollout.long_prompts == "refuse":
+                raise ValueError(f"{rollout.error}; rollout.long_prompts = 'refuse'")
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
         else:
@@ -339,10 +358,7 @@ class Orchestrator:
         for index in range(self._first_version, self._last_version):
             batch = await self.path.form(index)
             if batch is None:
-                if index == self._first_version:
-                    raise RuntimeError("the tasks ended before the first batch was full")
-                self._report.say(f"the tasks ended: {index} batches of {self._last_version}")
-                self._last_version = index
+                self._tasks_ended(index)
                 break
             values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages)
             values |= reward_metrics([*batch.rollouts, *self.path.take_given_up()])
@@ -360,6 +376,17 @@ class Orchestrator:
             self._links.batch(index, packed, save)
             self._shipped.put_nowait(index + 1)
         self._shipped.put_nowait(None)
+
+    def _tasks_ended(self, index: int) -> None:
+        """The run ends with the last full batch; groups that do not fill one are not trained on."""
+        groups = self.sink.num_waiting // self._config.rollout.group_size
+        if index == 0:
+            raise RuntimeError(
+                f"the tasks ended with {groups} groups before the first batch was full: lower rollout.batch_size, or "
+                "give more tasks or epochs"
+            )
+        self._report.say(f"the tasks have ended: {index} full batches, {groups} groups left over")
+        self._last_version = index
 
     async def _record_steps(self) -> None:
         """After each version its metrics and evaluation.  Waits for: a shipped batch, then the policy."""
@@ -397,6 +424,10 @@ class Orchestrator:
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
             **self._report.engine_rates(),
+            "data/drawn": self._tasks.cursor,
+            "data/passed_over": self._tasks.num_passed_over,
+            **{f"data/{name}": value for name, value in self._difficulty.summary().items()},
+            **self._report.failures(),
         }
         if self._adaptive is not None:
             values["admission/limit"] = self._adaptive.limit  # that admission went by in this step
@@ -504,24 +535,16 @@ class Orchestrator:
     # ---- evaluation, checkpoints, intervals
 
     async def _evaluate(self, concurrent: int) -> None:
-        """One evaluation from the version of now on.  Waits for its rollouts."""
-        version = self.policy.version
-        report, rollouts = await self.evals.run(f"eval_{version}", concurrent=concurrent)
+        """One evaluation from the version of now on; pinned, that version makes it all.  Waits for its rollouts."""
+        async with self.pin.hold() if self._config.eval.pin else nullcontext():
+            version = self.policy.version
+            report, rollouts = await self.evals.run(f"eval_{version}", concurrent=concurrent)
         values = eval_values(report)
+        if self._config.eval.pin:
+            values["eval/pin_stall_s"] = self.pin.stall_s
         self._recorder.write("eval", version, values)
         self._report.evaluated(version, report, rollouts)
-        texts = [
-            {
-                "env": r.env,
-                "task_id": r.task_id,
-                "reward": r.reward,
-                "versions": r.version_runs(),
-                "error": r.error,
-                "text": self._decode(r.token_ids),
-            }
-            for r in rollouts
-        ]
-        content = {"version": version, **values, "rollouts": texts}
+        content = {"version": version, **values, "rollouts": eval_texts(rollouts, self._decode)}
         write_whole(self._run_dir.evals / f"eval_{version}.json", json.dumps(content, indent=1))
 
     def _evaluate_beside(self, concurrent: int) -> asyncio.Task[None]:
@@ -542,7 +565,11 @@ class Orchestrator:
 
     def _snapshot(self) -> tuple[dict[str, object], list[Rollout]]:
         path, rollouts = saved_state.to_json(self.path.snapshot())
-        words: dict[str, object] = {"path": path, "cursor": self._tasks.cursor}
+        words: dict[str, object] = {
+            "path": path,
+            "cursor": self._tasks.cursor,
+            "difficulty": self._difficulty.state(),
+        }
         if self._adaptive is not None:
             words["admission_limit"] = self._adaptive.limit
         return words, rollouts
@@ -582,11 +609,11 @@ def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
     """Whole sequences, [T] tokens each, until PROBE_TOKENS are scored; again from the first if they do not reach."""
     sequences: list[np.ndarray] = []
     num_scored = 0
-    for rollout in itertools.cycle([r for r in rollouts if len(r.token_ids) > 1]):
+    for rollout in itertools.cycle([r for r in rollouts if len(r.context) > 1]):
         if num_scored >= PROBE_TOKENS:
             break
-        sequences.append(rollout.token_ids)
-        num_scored += len(rollout.token_ids) - 1
+        sequences.append(rollout.context)
+        num_scored += len(rollout.context) - 1
     return sequences
 
 

@@ -8,6 +8,7 @@ Knows nothing of queues or ranks.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -27,6 +28,8 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     for rollout in good:
         for name, value in rollout.reward_parts.items():
             parts.setdefault(f"reward/{rollout.env}/{name}", []).append(value)
+    for env in {r.env for r in good}:
+        parts[f"reward/{env}"] = [r.reward for r in good if r.env == env]
     return {"reward": _mean([r.reward for r in good]) or 0.0} | {name: _mean(values) for name, values in parts.items()}
 
 
@@ -79,6 +82,7 @@ class Report:
         self._counters: list[tuple[float, dict[str, float]]] = []  # the two newest, with their times
         self._window: list[tuple[float, dict[str, float]]] = []  # at the first admission, at the last batch
         self._evals: list[tuple[int, EvalReport, list[Rollout]]] = []
+        self._failures: Counter[str] = Counter()  # rollouts by what they failed of
         self._probe: dict[str, float] = {}
         self._worst_probe = 0.0
 
@@ -131,6 +135,17 @@ class Report:
         self._evals = [*self._evals[:1], (version, report, rollouts)]
         for env, result in report.envs.items():
             self.say(f"eval at version {version}: {env} reward {result.reward:.3f} over {result.num_tasks} tasks")
+
+    def failed(self, rollout: Rollout) -> None:
+        """A rollout ended badly: counted by the name of its error, the first of each told."""
+        kind = rollout.error.partition(":")[0]
+        self._failures[kind] += 1
+        if self._failures[kind] == 1:
+            self.say(f"{rollout.env}, task {rollout.task_id}: {rollout.error} (counted from here on)")
+
+    def failures(self) -> dict[str, float]:
+        """Of the run so far, as metrics."""
+        return {f"failures/{kind}": count for kind, count in self._failures.items()}
 
     def probed(self, values: dict[str, float]) -> None:
         self._probe = values
@@ -189,6 +204,7 @@ class Report:
             "steps_per_minute": self._steps_per_minute(),
             "bottleneck": stage,
             "advice": advice,
+            "failures": dict(self._failures),
             "mean_length": lengths,
             "ledger": ledger,
         }
@@ -246,8 +262,26 @@ def eval_values(report: EvalReport) -> dict[str, float]:
             f"eval/{env}/oldest_version": result.oldest_version,
             f"eval/{env}/newest_version": result.newest_version,
         }
+        values[f"eval/{env}/avg@{result.samples}"] = result.solved
         values |= {f"eval/{env}/pass@{k}": value for k, value in result.pass_at.items()}
     return values
+
+
+def eval_texts(rollouts: Sequence[Rollout], decode: Callable[[np.ndarray], str]) -> list[dict[str, object]]:
+    """What an evaluation's file says of each rollout."""
+    return [
+        {
+            "env": r.env,
+            "task_id": r.task_id,
+            "reward": None if r.failed else r.reward,
+            "reward_parts": r.reward_parts,
+            "finish_reason": r.finish_reason,
+            "versions": r.version_runs(),
+            "error": r.error,
+            "text": decode(r.token_ids),
+        }
+        for r in rollouts
+    ]
 
 
 def diagnose(trainer_idle: float | None, engine_idle: float | None, *, max_staleness: int) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from spmd_rl.ledger import Ledger
@@ -38,7 +38,17 @@ class PathState:
 class TrainPath:
     """`ended` for every episode's end, `collect` as a task, `form(n)` for one batch after the other."""
 
-    def __init__(self, *, dispatcher: Dispatcher, sink: TrainSink, gate: Gate, policy: Policy, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        sink: TrainSink,
+        gate: Gate,
+        policy: Policy,
+        ledger: Ledger,
+        observe: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,  # sees the members of every judged group
+    ) -> None:
+        self._observe = observe
         self._dispatcher, self._sink, self._gate = dispatcher, sink, gate
         self._policy, self._ledger = policy, ledger
         self._untrained: dict[int, Batch] = {}  # by index
@@ -153,6 +163,7 @@ class TrainPath:
         self._sink.admitted(work)
 
     def _settle(self, group: Group) -> None:
+        self._observe(group.rollouts)
         verdict, size = self._sink.add(group), len(group.rollouts)
         if verdict == KEPT:
             self._gate.settle(accepted=size)

@@ -171,3 +171,17 @@ def test_unfinished_groups_run_again_under_their_tickets_and_the_version_of_now(
         again.cancel()
 
     run_virtual(main())
+
+
+def test_a_rollout_has_not_finished_before_the_version_that_sampled_it():
+    async def main():
+        dispatcher, _, policy, submitted = make()
+        running = asyncio.create_task(dispatcher.run())
+        await turn()
+        ahead = fakes.rollout(submitted[0], 0, versions=[0, 1])  # its engine has swapped, the policy is not there yet
+        dispatcher.finished(ahead)
+        assert (policy.version, ahead.finished_version) == (0, 1)
+        dispatcher.close()
+        running.cancel()
+
+    run_virtual(main())

@@ -104,6 +104,55 @@ def test_running_sequences_do_at_an_update_what_on_update_says(
     assert thread.stats.tokens == 5 + wasted
 
 
+async def _pinned(thread: EngineThread, upto: int | None) -> tuple[int, float]:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[int, float]] = loop.create_future()
+    thread.pin(upto, lambda version, held_s: loop.call_soon_threadsafe(answer.set_result, (version, held_s)))
+    return await answer
+
+
+@pytest.mark.parametrize("on_update", ["continue", "hold", "restart"])
+def test_a_pinned_engine_swaps_nothing_until_it_is_let_go(on_update: str) -> None:
+    async def script(thread: EngineThread, engine: CountingEngine) -> list[list[int]]:
+        assert await _pinned(thread, 0) == (0, 0.0)
+        swapped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        thread.load({}, 1, lambda pause_s: loop.call_soon_threadsafe(swapped.set))
+        engine.steps.release(100)
+        first, _ = await thread.generate(np.ones(1), THREE)  # starts after the weights have arrived
+        assert not swapped.is_set()
+        version, held_s = await _pinned(thread, None)
+        assert version == 0 and held_s > 0
+        await swapped.wait()
+        second, _ = await thread.generate(np.ones(1), THREE)
+        return [first.versions.tolist(), second.versions.tolist()]
+
+    versions, thread, _ = _play(script, on_update)
+    assert versions == [[0, 0, 0], [1, 1, 1]]
+    assert thread.stats.swaps == 1
+
+
+def test_a_pin_lets_pass_what_has_arrived_and_what_it_names() -> None:
+    async def script(thread: EngineThread, engine: CountingEngine) -> list[int]:
+        swaps: asyncio.Queue[int] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        waiting = asyncio.create_task(thread.generate(np.ones(1), THREE))
+        while engine.num_entered < 1:
+            await asyncio.sleep(0)
+        thread.load({}, 1, lambda pause_s: loop.call_soon_threadsafe(swaps.put_nowait, 1))
+        answer = asyncio.create_task(_pinned(thread, 0))
+        await asyncio.sleep(0)
+        engine.steps.release(100)
+        assert await answer == (1, 0.0)
+        await waiting
+        assert await swaps.get() == 1
+        assert await _pinned(thread, 2) == (2, 0.0)
+        thread.load({}, 2, lambda pause_s: loop.call_soon_threadsafe(swaps.put_nowait, 2))
+        return await swaps.get()
+
+    assert _play(script, "hold")[0] == 2
+
+
 def test_a_prompt_that_does_not_fit_fails_its_episode_and_not_the_engine() -> None:
     async def script(thread: EngineThread, engine: CountingEngine) -> Completion:
         with pytest.raises(ValueError, match="empty prompt"):

@@ -12,6 +12,7 @@ from spmd_rl.envs.lookup import Lookup
 from spmd_rl.envs.single_turn import SingleTurn
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import NO_VERSION, Completion, Task
+from tests.says import Says
 
 
 @pytest.fixture(scope="module")
@@ -19,24 +20,6 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_model.write_tokenizer(folder)
     return Tokenizer(folder)
-
-
-class Says:
-    """A policy at version 5 that says the given texts, one a turn, and remembers what it was asked."""
-
-    def __init__(self, tokenizer: Tokenizer, *texts: str, finish_reason: str = "stop") -> None:
-        self.tokenizer, self.texts, self.finish_reason = tokenizer, list(texts), finish_reason
-        self.asked: list[tuple[str, int | None]] = []
-
-    async def __call__(self, token_ids: np.ndarray, max_tokens: int | None = None) -> Completion:
-        self.asked.append((self.tokenizer.decode(token_ids, special=True), max_tokens))
-        ids = self.tokenizer.encode(self.texts.pop(0))
-        return Completion(
-            token_ids=ids,
-            logprobs=np.full(len(ids), -0.5, np.float32),
-            versions=np.full(len(ids), 5, np.int32),
-            finish_reason=self.finish_reason,
-        )
 
 
 def play(env, data, policy, task_id="t"):

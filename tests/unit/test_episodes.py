@@ -6,6 +6,8 @@ import pytest
 
 from spmd_rl.episodes import Episodes, seed_of
 from spmd_rl.types import Cancelled, Completion, GroupWork, Rollout, Sampling, Task
+from spmd_rl.workers import Workers
+from tests.unit import jobs
 
 WORK = GroupWork(group_id=3, first_ticket=12, size=2, task=Task(env="e", task_id="t"), version=4)
 
@@ -31,7 +33,12 @@ class TwoTurns:
 
 
 def _run(
-    env: object, *, max_retries: int = 1, version: int = 4, generate: Callable | None = None
+    env: object,
+    *,
+    max_retries: int = 1,
+    version: int = 4,
+    max_seq_len: int = 99,
+    generate: Callable | None = None,
 ) -> tuple[list[Rollout], list[Sampling]]:
     asked: list[Sampling] = []
 
@@ -54,6 +61,7 @@ def _run(
             generate=generate or three_tokens,
             engine_version=lambda: version,
             sampling={"train": Sampling(max_tokens=3)},
+            max_seq_len=max_seq_len,
             seed=0,
             max_retries=max_retries,
             finished=finished,
@@ -116,3 +124,43 @@ def test_an_engine_older_than_the_admission_is_refused() -> None:
 def test_seeds_depend_on_every_part_and_on_nothing_else() -> None:
     assert seed_of(0, "train", 5, 1) == seed_of(0, "train", 5, 1)
     assert len({seed_of(a, b) for a in range(10) for b in range(10)}) == 100
+
+
+def test_a_prompt_that_leaves_no_room_fails_by_name_without_another_attempt() -> None:
+    rollouts, asked = _run(TwoTurns(), max_retries=5, max_seq_len=1)
+    assert {r.error for r in rollouts} == {"PromptTooLong: 1 tokens leave no room for a reply in 1"}
+    assert asked == []
+
+
+def test_a_turn_is_cut_where_the_context_ends_and_a_later_one_is_empty() -> None:
+    _, asked = _run(TwoTurns(), max_seq_len=7)
+    assert [sampling.max_tokens for sampling in asked] == [3, 2, 3, 2]
+    rollouts, asked = _run(TwoTurns(), max_seq_len=5)
+    assert [sampling.max_tokens for sampling in asked] == [3, 3]
+    assert [(r.failed, r.finish_reason, r.num_trainable) for r in rollouts] == [(False, "length", 3)] * 2
+
+
+class HangsInItsReward(TwoTurns):
+    """Has its first member's reward computed by a function that does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = Workers(num=2, timeout_s=0.3)
+        self.num_rewards = 0
+
+    async def rollout(self, task: Task, generate: Callable) -> Rollout:
+        rollout = await super().rollout(task, generate)
+        self.num_rewards += 1
+        hangs = self.num_rewards == 1
+        rollout.reward = await self.workers.call(jobs.sleep_for_ever if hangs else jobs.add, 1, 2)
+        await self.workers.close()
+        return rollout
+
+
+def test_a_reward_that_sleeps_for_ever_is_counted_once_and_is_no_zero() -> None:
+    env = HangsInItsReward()
+    rollouts, _ = _run(env, max_retries=3)
+    assert env.workers.num_timeouts == 1
+    assert sorted((r.failed, r.reward) for r in rollouts if not r.failed) == [(False, 3)]
+    (lost,) = [r for r in rollouts if r.failed]
+    assert lost.error.startswith("TimedOut: tests.unit.jobs:sleep_for_ever") and lost.num_wasted_tokens == 6

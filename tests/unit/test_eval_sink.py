@@ -27,7 +27,7 @@ def test_the_report_comes_with_the_last_rollout_and_covers_each_environment():
     assert (first.oldest_version, first.newest_version) == (2, 5)
     assert first.pass_at == {1: 0.25, 2: 0.5, 4: 1.0}
     second = report.envs["echo"]
-    assert (second.reward, second.failed, second.pass_at[1]) == (0.75, 0.25, 0.75)
+    assert (second.reward, second.failed, second.pass_at) == (1.0, 0.25, {1: 1.0, 2: 1.0, 4: 0.0})
     assert sink.pending() == {}
 
 
@@ -51,6 +51,26 @@ def test_an_evaluation_cannot_reuse_ids_that_are_open():
     sink.expect("a", evaluation(2))
     with pytest.raises(RuntimeError, match="its ids are taken"):
         sink.expect("b", evaluation(1))
+
+
+def test_pass_at_k_of_ten_samples_with_three_right():
+    assert pass_at(1, 10, 3) == pytest.approx(0.3)
+    assert round(pass_at(5, 10, 3), 4) == 0.9167
+
+
+def test_avg_at_k_weighs_tasks_alike_and_a_failed_rollout_is_in_no_mean():
+    sink = EvalSink(solved_at=0.5)
+    works = evaluation(2, size=3)
+    sink.expect("e", works)
+    rewards = {0: [1.0, 0.4, 0.4], 1: [0.5, None, None]}
+    for number, work in enumerate(works):
+        for i, reward in enumerate(rewards[number]):
+            report = sink.add(fakes.rollout(work, i, reward=reward or 0.0, failed=reward is None))
+    result = report.envs["sums"]
+    assert result.reward == pytest.approx((1.0 + 0.4 + 0.4 + 0.5) / 4)
+    assert result.solved == pytest.approx((1 / 3 + 1) / 2)
+    assert result.pass_at == {1: pytest.approx(2 / 3), 2: pytest.approx(2 / 3), 3: 1.0}
+    assert result.failed == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(("samples", "solved", "k"), list(itertools.product([5], range(6), range(1, 6))))

@@ -7,8 +7,22 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "spmd_rl"
 LAYERS = [
-    {"types", "policy", "ledger", "topology", "bounds", "virtual_time", "folders", "run_dir", "gguf", "disk"},
-    {"config", "packing", "advantages", "losses", "rewards", "tokenizer", "model", "weight_layout", "task_stream"},
+    {
+        "types",
+        "policy",
+        "ledger",
+        "topology",
+        "bounds",
+        "virtual_time",
+        "folders",
+        "run_dir",
+        "gguf",
+        "disk",
+        "sandbox",
+    },
+    {"config", "packing", "advantages", "losses", "rewards", "tokenizer", "model", "weight_layout", "task_stream"}
+    | {"workers", "data", "math_reward", "code_reward"},
+    {"judge"},
     {"envs", "weight_delta"},
     {"tiny_model", "smollm2"},
     {
@@ -27,6 +41,7 @@ LAYERS = [
     {"engine_thread", "engines", "episodes", "stop_signals"},
     {"orchestrator", "simulate"},
     {"inference", "member", "training", "resume"},
+    {"evaluate", "export"},
     {"orchestration"},
     {"train"},
     {"cli"},

@@ -2,7 +2,18 @@ import math
 
 import pytest
 
-from spmd_rl.rewards import applicable, contains_word, exact, last_number_equals, numbers, share_of, weighted_sum
+from spmd_rl.rewards import (
+    after,
+    applicable,
+    between,
+    contains_word,
+    exact,
+    last_number_equals,
+    matches,
+    numbers,
+    share_of,
+    weighted_sum,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +40,28 @@ def test_the_last_number_of_the_reply_is_judged(reply, answer, right):
 def test_a_number_within_the_tolerance_is_right():
     assert last_number_equals("about 3.14", 3.1416, tolerance=0.01) == 1.0
     assert last_number_equals("about 3.1", 3.1416, tolerance=0.01) == 0.0
+
+
+def test_a_tolerance_may_be_relative():
+    assert last_number_equals("about 1010", "1,000", relative=0.01) == 1.0
+    assert last_number_equals("about 1011", 1000, relative=0.01) == 0.0
+    assert last_number_equals("-1010", -1000, relative=0.01) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [("<think>a\nb</think> 7", 1.0), (" <think></think>7\n", 1.0), ("7", 0.0), ("x<think>a</think>7", 0.0)],
+)
+def test_a_format_is_a_pattern_of_the_whole_reply(reply, right):
+    assert matches(reply, r"<think>.*</think>\s*\d+") == right
+
+
+def test_answers_are_cut_out_by_their_marks():
+    assert after("It is 40 + 2.\n#### 42", "####") == "42"
+    assert after("42", "####") == "42"
+    assert between("<answer>1</answer> no, <answer> 2 </answer>", "<answer>", "</answer>") == "2"
+    assert between("<answer>1", "<answer>", "</answer>") is None
+    assert between("1</answer>", "<answer>", "</answer>") is None
 
 
 def test_numbers_are_found_in_order():

@@ -110,6 +110,7 @@ class Bench:
             engine_version=lambda: self.thread.version,
             sampling={"train": Sampling(max_tokens=8)},
             seed=0,
+            max_seq_len=64,
             max_retries=1,
             finished=self.ended.put_nowait,
         )

@@ -1,0 +1,84 @@
+"""Questions from a file, with Python to call: the model writes a ```python block, is told its output, then answers.
+
+The code runs in `spmd_rl.sandbox`, which says what that keeps out.
+"""
+
+from __future__ import annotations
+
+from spmd_rl.code_reward import code_of
+from spmd_rl.data import Dataset
+from spmd_rl.envs import Generate, judged
+from spmd_rl.envs.chat import Chat, with_tool
+from spmd_rl.rewards import after, last_number_equals
+from spmd_rl.sandbox import Execution, Sandbox
+from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.types import Rollout, Task
+
+SYSTEM = (
+    "You can run Python. To do so, write a ```python block that prints what you need, and stop; you are then told the "
+    "output. Give the final answer as a number."
+)
+LONGEST = 2000  # characters of the output that the model is shown
+
+
+class PythonTool:
+    """The reward is 1 for the right number at the end; whether the code ran is logged beside it."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        path: str,  # a .jsonl or .parquet file, or a folder of them
+        eval_path: str = "",
+        holdout: int = 0,  # rows at the end that are evaluated instead of trained on
+        max_epochs: int = 0,  # 0: no end
+        question: str = "question",  # column
+        answer: str = "answer",  # column
+        answer_after: str = "####",  # the answer proper follows this mark, where there is one
+        max_calls: int = 3,
+        timeout_s: float = 5.0,  # of a run
+        memory_mib: int = 1024,  # of a run
+        num_processes: int = 4,  # runs at a time, per inference rank
+        tool_role: str = "user",  # of the output's message; "tool" where the chat template knows it
+        on_rewrite: str = "segment",  # as in spmd_rl.envs.chat
+    ) -> None:
+        self.tasks = Dataset(
+            path=path,
+            fields={"question": question, "answer": answer},
+            eval_path=eval_path,
+            holdout=holdout,
+            max_epochs=max_epochs,
+        ).tasks
+        self._tokenizer, self._mark, self._max_calls = tokenizer, answer_after, max_calls
+        self._tool_role, self._on_rewrite = tool_role, on_rewrite
+        self._sandbox = Sandbox(num=num_processes, timeout_s=timeout_s, memory_bytes=memory_mib << 20)
+
+    async def rollout(self, task: Task, generate: Generate) -> Rollout:
+        question = {"role": "user", "content": task.data["question"]}
+        chat = Chat(
+            tokenizer=self._tokenizer,
+            task=task,
+            generate=generate,
+            messages=[{"role": "system", "content": SYSTEM}, question],
+            on_rewrite=self._on_rewrite,
+        )
+        runs: list[Execution] = []
+
+        async def tool(reply: str) -> str | None:
+            if "```" not in reply:
+                return None
+            runs.append(await self._sandbox.run(code_of(reply)))
+            return shown(runs[-1])
+
+        reply = await with_tool(chat, tool, role=self._tool_role, max_calls=self._max_calls)
+        answer = last_number_equals(reply, after(str(task.data["answer"]), self._mark))
+        ran = sum(run.ok for run in runs) / len(runs) if runs else None
+        return judged(chat.rollout, {"answer": answer, "ran": ran}, {"answer": 1.0, "ran": 0.0})
+
+
+def shown(run: Execution) -> str:
+    """What the model is told of a run: the output, or the end of the error."""
+    if run.timed_out:
+        return "error: it took too long"
+    text = run.stdout if run.ok else run.stderr[-LONGEST:].strip() or f"error: exit code {run.exit_code}"
+    return text[:LONGEST].strip() or "(it printed nothing)"

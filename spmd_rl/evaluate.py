@@ -1,0 +1,98 @@
+"""`python -m spmd_rl eval CONFIG --model DIR`: the evaluation of a config on any model folder, in one process.
+
+The environments, sampling and report are those of a run's own evaluations, on the native engine; no torchrun, no
+trainer.  Uses a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from spmd_rl import envs
+from spmd_rl.config import Config
+from spmd_rl.engine.native import NativeEngine
+from spmd_rl.engine_thread import EngineThread
+from spmd_rl.inference import make_episodes
+from spmd_rl.model import build, engine_dtype
+from spmd_rl.orchestrator.eval_runner import EvalRunner
+from spmd_rl.orchestrator.eval_sink import EvalReport
+from spmd_rl.orchestrator.report import eval_texts, eval_values
+from spmd_rl.run_dir import write_whole
+from spmd_rl.tokenizer import Tokenizer
+
+CLOSE_S = 60.0
+
+
+def evaluate(config: Config, out: Path | None) -> int:
+    """Print the report of `config.model.path`, and write it with all texts to `out`; exit code 0."""
+    if not Path(config.model.path).is_dir():
+        raise ValueError(f"no model folder {config.model.path}")
+    report, texts = asyncio.run(_run(config))
+    for line in table(report):
+        print(line, flush=True)
+    if out is not None:
+        content = {"model": config.model.path, **eval_values(report), "rollouts": texts}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, json.dumps(content, indent=1))
+    return 0
+
+
+async def _run(config: Config) -> tuple[EvalReport, list[dict[str, object]]]:
+    """Waits for the rollouts, or for the engine to fail."""
+    loop = asyncio.get_running_loop()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = engine_dtype(config.model.dtype, device)
+    model = build(config.model.path, device=device, dtype=dtype, weights=True)
+    engine = NativeEngine(
+        model=model,
+        device=device,
+        max_slots=config.inference.max_slots,
+        max_seq_len=config.inference.max_seq_len,
+        deterministic=config.inference.deterministic,
+    )
+    engine.load_weights(dict(model.named_parameters()), 0)
+    failure: asyncio.Future[None] = loop.create_future()
+    thread = EngineThread(
+        engine=engine,
+        loop=loop,
+        failed=lambda error: loop.call_soon_threadsafe(failure.set_exception, error),
+    )
+    tokenizer = Tokenizer(config.model.path)
+    tasks = {}
+    for name, env in config.env.items():
+        made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
+        tasks[name] = list(itertools.islice(made.tasks(config.run.seed, "eval"), config.eval.num_tasks))
+    runner = EvalRunner(
+        tasks=tasks,
+        samples=config.eval.samples,
+        submit=lambda work: episodes.start(work),
+        version=lambda: 0,
+        solved_at=config.eval.solved_at,
+    )
+    episodes = make_episodes(config, tokenizer, thread, runner.ended)
+    thread.start()
+    evaluation = asyncio.create_task(runner.run("eval", concurrent=config.staleness.max_concurrent))
+    await asyncio.wait({evaluation, failure}, return_when=asyncio.FIRST_COMPLETED)
+    if failure.done():
+        evaluation.cancel()
+        failure.result()
+    report, rollouts = await evaluation
+    await asyncio.to_thread(thread.close, CLOSE_S)
+    return report, eval_texts(rollouts, tokenizer.decode)
+
+
+def table(report: EvalReport) -> list[str]:
+    """A line for each environment."""
+    lines = []
+    for name, env in report.envs.items():
+        passed = "  ".join(f"pass@{k} {value:.3f}" for k, value in env.pass_at.items())
+        lines.append(
+            f"{name}: reward {env.reward:.3f}  avg@{env.samples} {env.solved:.3f}  {passed}  length {env.length:.1f}  "
+            f"truncated {100 * env.truncated:.0f}%  failed {100 * env.failed:.0f}%  ({env.num_tasks} tasks)"
+        )
+    return lines

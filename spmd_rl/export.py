@@ -1,0 +1,54 @@
+"""`python -m spmd_rl export RUN_DIR [--step N] DIR`: a checkpoint's model as an ordinary Hugging Face folder.
+
+Reads the sharded checkpoint of any number of trainer ranks in one process on the CPU; configs, tokenizer and chat
+template come from the folder that the run started with.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from spmd_rl import checkpoint
+from spmd_rl import config as config_module
+from spmd_rl.model import build
+from spmd_rl.run_dir import RunDir
+from spmd_rl.trainer.export import export as write
+from spmd_rl.trainer.ranks import TrainerRanks
+
+
+def export(run: Path, folder: Path, step: int | None, dtype: str) -> int:
+    """Write `folder` from the checkpoint at version `step`, or the newest one; exit code 0."""
+    run_dir = RunDir(run)
+    if not run_dir.config.is_file():
+        raise ValueError(f"{run}: not a run directory, it has no {run_dir.config.name}")
+    if folder.exists():
+        raise ValueError(f"{folder} exists already")
+    source = Path(config_module.load(run_dir.config).model.path)
+    if not source.is_dir():
+        raise ValueError(f"model.path = {str(source)!r} of {run_dir.config}: no such folder from here")
+    found = _find(run_dir.checkpoints, step)
+    model = build(source, device="cpu", dtype=torch.float32, weights=False)
+    model.to_empty(device="cpu").tie_weights()
+    state = {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        checkpoint.load_trainer(state, found / "trainer", None)
+    ranks = TrainerRanks(group=None, device=torch.device("cpu"))
+    write(model, ranks, folder=folder, source=source, dtype=getattr(torch, dtype))
+    print(f"{found} → {folder}")
+    return 0
+
+
+def _find(checkpoints: Path, step: int | None) -> Path:
+    """A complete and undamaged checkpoint."""
+    newest = checkpoint.newest(checkpoints)
+    if newest is None:
+        raise ValueError(f"no complete checkpoint in {checkpoints}")
+    folder = newest[1] if step is None else checkpoints / f"step_{step}"
+    if not (folder / checkpoint.MARKER).is_file():
+        raise ValueError(f"no complete checkpoint of version {step} in {checkpoints}: the newest is {newest[1].name}")
+    checkpoint.verify(folder)
+    return folder

@@ -1,0 +1,178 @@
+import asyncio
+import http.client
+import json
+import urllib.error
+import urllib.request
+from itertools import count
+
+import pytest
+
+from spmd_rl import envs
+from spmd_rl.episodes import PromptTooLong
+from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.types import Task
+from tests.says import Says, trained_text, write_folder
+
+
+def tasks(seed, split):
+    return (Task(env="", task_id=str(i)) for i in count())
+
+
+def post(url, body):
+    """As a client would, in a thread: status and answer."""
+    request = urllib.request.Request(url + "/chat/completions", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=20.0) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+async def two_turns(url, data):
+    messages = [{"role": "user", "content": "go"}]
+    _, answer = await asyncio.to_thread(post, url, {"model": "m", "messages": messages, "max_tokens": 7})
+    data["answers"].append(answer)
+    messages += [answer["choices"][0]["message"], {"role": "user", "content": "on"}]
+    _, answer = await asyncio.to_thread(post, url, {"model": "m", "messages": messages})
+    data["answers"].append(answer)
+    return {"first": 1.0, "second": 0.5}
+
+
+async def another_conversation(url, data):
+    for text in ("one", "two"):
+        await asyncio.to_thread(post, url, {"messages": [{"role": "user", "content": text}]})
+    return 1.0
+
+
+async def mistakes(url, data):
+    base = {"messages": [{"role": "user", "content": "x"}]}
+    for at, body in (
+        (url, base | {"stream": True}),
+        (url, {"messages": 7}),
+        (url, [1]),
+        (url + "/models", base),
+        (url.replace("/v1", "x/v1"), base),
+    ):
+        data["answers"].append(await asyncio.to_thread(post, at, body))
+    data["url"] = url
+    return 0.0
+
+
+async def at_once(url, data):
+    bodies = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(3)]
+    await asyncio.gather(*(asyncio.to_thread(post, url, body) for body in bodies))
+    return 1.0
+
+
+def play(tmp_path, program, *turns, then=None):
+    tokenizer = Tokenizer(write_folder(tmp_path))
+    args = {"program": f"tests.unit.test_endpoint:{program}", "tasks": "tests.unit.test_endpoint:tasks"}
+    env = envs.load("spmd_rl.envs.endpoint:Endpoint", tokenizer=tokenizer, args=args)
+    policy, data = Says(tokenizer, *turns), {"answers": []}
+
+    async def main():
+        try:
+            rollout = await env.rollout(Task(env="", task_id="t", data=data), policy)
+            return rollout, then and await asyncio.to_thread(then, data)
+        finally:
+            await env.close()
+
+    rollout, after = asyncio.run(main())
+    return tokenizer, policy, data["answers"], rollout, after
+
+
+def test_a_conversation_over_http_keeps_the_sampled_ids(tmp_path):
+    tokenizer = Tokenizer(write_folder(tmp_path))
+    he, llo, hello, end = (int(tokenizer.encode(text)[0]) for text in ("he", "llo", "hello", "<|end|>"))
+    tokenizer, policy, answers, rollout, _ = play(tmp_path, "two_turns", [he, llo, end], "x<|end|>")
+    assert [a["choices"][0]["message"]["content"] for a in answers] == ["hello", "x"]
+    assert policy.asked[0][1] == 7
+    assert answers[0]["choices"][0]["finish_reason"] == "stop" and answers[0]["usage"]["completion_tokens"] == 3
+    assert rollout.segments == [] and hello not in rollout.token_ids.tolist()
+    assert rollout.token_ids[rollout.loss_mask].tolist()[:3] == [he, llo, end]
+    assert trained_text(tokenizer, rollout) == "hello<|end|>x<|end|>"
+    assert rollout.behavior_logprobs[rollout.loss_mask].tolist() == [-0.5] * 5
+    assert (rollout.reward, rollout.reward_parts, rollout.num_turns) == (1.5, {"first": 1.0, "second": 0.5}, 2)
+
+
+def test_another_conversation_in_the_same_episode_is_a_segment(tmp_path):
+    tokenizer, policy, _, rollout, _ = play(tmp_path, "another_conversation", "a<|end|>", "b<|end|>")
+    assert len(rollout.segments) == 1 and "one" not in policy.asked[1][0]
+    assert trained_text(tokenizer, rollout) == "a<|end|>b<|end|>"
+
+
+def test_requests_at_once_are_answered_one_after_the_other(tmp_path):
+    tokenizer, _, _, rollout, _ = play(tmp_path, "at_once", "a<|end|>", "b<|end|>", "c<|end|>")
+    assert len(rollout.segments) == 2 and trained_text(tokenizer, rollout) == "a<|end|>b<|end|>c<|end|>"
+
+
+def test_what_is_not_offered_is_refused_and_an_ended_episode_is_gone(tmp_path):
+    def afterwards(data):
+        return post(data["url"], {"messages": []})
+
+    _, _, answers, rollout, after = play(tmp_path, "mistakes", then=afterwards)
+    assert [status for status, _ in answers] == [400, 400, 400, 404, 404]
+    assert answers[0][1]["error"]["message"] == "no streaming, one choice"
+    assert rollout.num_turns == 0 and after[0] == 404
+
+
+async def hangs_up(url, data):
+    sent = asyncio.create_task(asyncio.to_thread(post, url, {"messages": [{"role": "user", "content": "x"}]}))
+    await data["begun"].wait()
+    data["sent"] = sent
+    raise KeyError("mine")
+
+
+def endpoint(tmp_path, program):
+    args = {"program": f"tests.unit.test_endpoint:{program}", "tasks": "tests.unit.test_endpoint:tasks"}
+    tokenizer = Tokenizer(write_folder(tmp_path))
+    return envs.load("spmd_rl.envs.endpoint:Endpoint", tokenizer=tokenizer, args=args)
+
+
+def test_an_episode_that_ends_takes_its_requests_along(tmp_path):
+    cancelled = []
+
+    async def main():
+        begun, env = asyncio.Event(), endpoint(tmp_path, "hangs_up")
+
+        async def generate(token_ids, max_tokens=None):
+            begun.set()
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                cancelled.append(True)
+
+        data = {"begun": begun}
+        with pytest.raises(KeyError, match="mine"):
+            await env.rollout(Task(env="", task_id="t", data=data), generate)
+        assert cancelled == [True]  # before the episode has ended
+        with pytest.raises((OSError, http.client.HTTPException)):
+            await data["sent"]
+        await env.close()
+
+    asyncio.run(main())
+
+
+async def asks_once(url, data):
+    status, _ = await asyncio.to_thread(post, url, {"messages": [{"role": "user", "content": "x"}]})
+    raise RuntimeError(f"HTTP {status}")
+
+
+def test_the_error_behind_a_request_is_that_of_the_episode(tmp_path):
+    async def generate(token_ids, max_tokens=None):
+        raise PromptTooLong("9 tokens")
+
+    async def main():
+        env = endpoint(tmp_path, "asks_once")
+        with pytest.raises(PromptTooLong, match="9 tokens"):
+            await env.rollout(Task(env="", task_id="t"), generate)
+        await env.close()
+
+    asyncio.run(main())
+
+
+def test_a_program_that_does_not_exist_is_said(tmp_path):
+    args = {"program": "tests.unit.test_endpoint:gone", "tasks": "tests.unit.test_endpoint:tasks"}
+    with pytest.raises(ValueError, match="no attribute 'gone'"):
+        envs.load("spmd_rl.envs.endpoint:Endpoint", tokenizer=None, args=args)

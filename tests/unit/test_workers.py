@@ -1,0 +1,131 @@
+import asyncio
+import math
+import os
+import select
+import subprocess
+import sys
+
+import pytest
+
+from spmd_rl.workers import TimedOut, WorkerDied, Workers
+from tests.unit import jobs
+
+
+def run(job, **settings):
+    """`await job(workers)` with workers that are closed afterwards."""
+
+    async def main():
+        workers = Workers(**settings)
+        try:
+            return await job(workers), workers
+        finally:
+            await workers.close()
+
+    return asyncio.run(main())
+
+
+def ends(pid: int) -> bool:
+    """Waits for the end of a process."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([descriptor], [], [], 20.0)
+    os.close(descriptor)
+    return bool(ended)
+
+
+def test_a_function_runs_in_another_process_that_is_used_again():
+    async def job(workers):
+        assert await workers.call(jobs.add, 2, 3) == 5
+        return [await workers.call(jobs.own_id) for _ in range(2)]
+
+    ids, _ = run(job, num=2)
+    assert ids[0] == ids[1] != os.getpid()
+
+
+def test_a_function_may_use_alarms_and_give_nan():
+    async def job(workers):
+        assert math.isnan(await workers.call(jobs.not_a_number))
+        return await workers.call(jobs.use_an_alarm)
+
+    assert run(job, num=1)[0] == "ok"
+
+
+@pytest.mark.parametrize("function", [jobs.sleep_for_ever, jobs.spin_without_signals])
+def test_a_function_that_hangs_is_killed_and_counted_and_the_next_one_runs(function):
+    async def job(workers):
+        with pytest.raises(TimedOut, match=r"tests\.unit\.jobs:.* did not end within 0\.2 s"):
+            await workers.call(function)
+        assert workers.num_timeouts == 1
+        return await workers.call(jobs.add, 1, 1)
+
+    result, workers = run(job, num=1, timeout_s=0.2)
+    assert (result, workers.num_timeouts) == (2, 1)
+
+
+def test_what_a_killed_function_has_started_is_killed_too(tmp_path):
+    async def job(workers):
+        with pytest.raises(TimedOut):
+            await workers.call(jobs.fork_and_hang, str(tmp_path / "child"))
+        return ends(int((tmp_path / "child").read_text()))
+
+    assert run(job, num=1, timeout_s=0.5)[0]
+
+
+def test_a_process_that_dies_is_an_error_and_is_replaced():
+    async def job(workers):
+        with pytest.raises(WorkerDied, match="code 7"):
+            await workers.call(jobs.die)
+        return await workers.call(jobs.add, 1, 1)
+
+    assert run(job, num=1)[0] == 2
+
+
+def test_what_a_function_raises_is_raised():
+    async def job(workers):
+        with pytest.raises(RuntimeError, match=r"tests\.unit\.jobs:add: TypeError: unsupported operand"):
+            await workers.call(jobs.add, 1, "x")
+        with pytest.raises(RuntimeError, match="no attribute 'gone'"):
+            await workers.call(type("gone", (), {"__module__": "tests.unit.jobs"}))
+
+    run(job, num=1)
+
+
+def test_the_pool_is_bounded():
+    async def job(workers):
+        return await asyncio.gather(*(workers.call(jobs.own_id) for _ in range(6)))
+
+    assert len(set(run(job, num=2)[0])) <= 2
+
+
+def test_a_cancelled_call_frees_its_place():
+    async def job(workers):
+        call = asyncio.create_task(workers.call(jobs.sleep_for_ever))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        return await workers.call(jobs.add, 1, 1)
+
+    assert run(job, num=1)[0] == 2
+
+
+def test_processes_die_with_the_one_that_started_them():
+    code = """
+import asyncio, os, sys
+from spmd_rl.workers import Workers
+from tests.unit import jobs
+async def main():
+    workers = Workers(num=1)
+    print(await workers.call(jobs.own_id), flush=True)
+    hung = asyncio.create_task(workers.call(jobs.sleep_for_ever))
+    sys.stdin.readline()
+    os._exit(0)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as parent:
+        worker = int(parent.stdout.readline())
+        os.kill(worker, 0)  # it is there
+        parent.kill()
+    assert ends(worker)
