@@ -6,6 +6,7 @@ For each split (inference + trainer ranks), in one launch and interleaved, best 
 `sync`, from publish until every tensor is verified and delivered; `raw`, a broadcast of one contiguous tensor of the
 same bytes from one trainer to the same engines, memory touched before; `gather`, full_tensor per parameter and a
 broadcast of each.  `hold` is what the trainer waits.  `copy` and `checksum` are this machine's rates in one thread.
+`deltas`: bfloat16 weights N(0, 0.02) after steps of N(0, learning rate) in float32, sent whole and as deltas.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from spmd_rl.weight_layout import BUCKET_BYTES, checksum, manifest
 from spmd_rl.weight_sync import WeightReceiver, WeightSender, gather_and_broadcast
@@ -90,7 +92,6 @@ def measure(world: World, model_name: str, megabytes: int, repeats: int, bucket_
         start = time.perf_counter()
         if sender is not None:
             holds.append(sender.publish(version))
-            sender.wait()
         else:
             arrived.get(timeout=LIMIT_S)
             receiver.release(version)
@@ -106,10 +107,14 @@ def measure(world: World, model_name: str, megabytes: int, repeats: int, bucket_
         gather_and_broadcast(parameters, specs=specs, source=source, group=world.wts.get(source))
         dist.barrier(group=world.ctl)
         times["gather"].append(time.perf_counter() - start)
+    sender.close() if sender is not None else receiver.join(timeout_s=LIMIT_S)
+    sent = {
+        f"{way} at {rate:g}": send_steps(world, parameters, shapes, repeats, bucket_bytes, rate, way == "delta")
+        for rate in (1e-6, 1e-3)
+        for way in ("full", "delta")
+    }
     if sender is not None:
-        sender.close()
-        return {"hold_s": min(holds[1:])}
-    receiver.join(timeout_s=LIMIT_S)
+        return {"hold_s": min(holds[1:]), "deltas": sent}
     best = {name: min(taken[1:]) for name, taken in times.items()}  # the first of each warms up
     return {
         "bytes": num_bytes,
@@ -118,6 +123,65 @@ def measure(world: World, model_name: str, megabytes: int, repeats: int, bucket_
         "share_of_raw": round(best["raw"] / best["sync"], 3),
         "times_faster_than_gather": round(best["gather"] / best["sync"], 2),
     }
+
+
+def send_steps(
+    world: World,
+    parameters: dict[str, nn.Parameter] | None,
+    shapes: list[tuple[int, ...]],
+    repeats: int,
+    bucket_bytes: int,
+    rate: float,
+    delta: bool,
+) -> dict[str, float]:
+    """Seconds and bytes of one update, on trainers; from barrier to barrier, all engines having it."""
+    with torch.device("meta"):
+        specs = manifest(Shapes(shapes), dtype=torch.bfloat16)
+    common = {"specs": specs, "failed": fail, "bucket_bytes": bucket_bytes}
+    arrived: queue.Queue[tuple] = queue.Queue()
+    sender = receiver = None
+    if parameters is not None:
+        for parameter in parameters.values():
+            local(parameter).normal_(0, 0.02)
+        sender = WeightSender(
+            parameters=parameters,
+            index=world.sender_ranks.index(world.rank),
+            num_senders=len(world.sender_ranks),
+            meta_group=world.wts_meta[world.rank],
+            payload_group=world.wts[world.rank],
+            delta=delta,
+            anchor_every=1 << 30,
+            **common,
+        )
+    else:
+        receiver = WeightReceiver(
+            meta_groups=world.wts_meta,
+            payload_groups=world.wts,
+            device=world.device,
+            deliver=lambda *weights: arrived.put(weights),
+            **common,
+        )
+    taken = []
+    for version in range(repeats + 1):
+        if parameters is not None:
+            for parameter in parameters.values():
+                local(parameter).add_(torch.randn_like(local(parameter)), alpha=rate)
+        dist.barrier(group=world.ctl)
+        start = time.perf_counter()
+        if sender is not None:
+            sender.publish(version)
+        else:
+            arrived.get(timeout=LIMIT_S)
+            receiver.release(version)
+        dist.barrier(group=world.ctl)
+        taken.append(time.perf_counter() - start)
+    sender.close() if sender is not None else receiver.join(timeout_s=LIMIT_S)
+    return {"seconds": round(min(taken[1:]), 4), "bytes": sender.report.sent_bytes if sender is not None else 0}
+
+
+def local(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of it."""
+    return parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
 
 
 def fail(error: Exception) -> None:
@@ -154,7 +218,14 @@ def main() -> None:
         size = (options.model, options.megabytes, options.repeats, options.bucket_megabytes << 20)
         answers = run_worlds(measure, num_inference, num_trainers, *size, timeout_s=LIMIT_S)
         hold_s = max(answer["hold_s"] for answer in answers[num_inference:])
-        results[split] = {**answers[0], "hold_s": round(hold_s, 4)}
+        deltas = {
+            way: {
+                "seconds": figures["seconds"],
+                "bytes": sum(answer["deltas"][way]["bytes"] for answer in answers[num_inference:]),
+            }
+            for way, figures in answers[num_inference]["deltas"].items()
+        }
+        results[split] = {**answers[0], "hold_s": round(hold_s, 4), "deltas": deltas}
     print(json.dumps(results, indent=2))
 
 

@@ -148,7 +148,8 @@ class Staleness:
     target_idle: float = 0.02
     """share of time that adaptive admission lets the trainer wait"""
     on_update: str = "continue"
-    """continue | hold | restart: what running sequences do when new weights arrive"""
+    """continue | hold | restart: what running sequences do when new weights arrive; drain: new weights wait until all
+    that was admitted under the old ones has ended, so that each rollout is of the version of its admission"""
 
 
 @SETTINGS
@@ -156,7 +157,9 @@ class Inference:
     """The engines."""
 
     engine: str = "native"
-    """native"""
+    """native | vllm (needs the extra: pip install 'spmd_rl[vllm]')"""
+    tensor_parallel: int = 1
+    """inference ranks that make one engine (vllm only)"""
     engine_on_rank0: bool = True
     """false: rank 0 is the orchestrator only"""
     max_slots: int = 64
@@ -166,7 +169,19 @@ class Inference:
     kv_on_update: str = "recompute"
     """recompute | keep: KV cache of running sequences when new weights arrive"""
     deterministic: bool = False
-    """compute each sequence alone, so that nothing depends on what else is in the batch"""
+    """compute each sequence alone, so that nothing depends on what else is in the batch (native only)"""
+    kv_cache_mib: int = 0
+    """KV cache of each rank with a vllm engine; 0: room for max_slots sequences of max_seq_len"""
+
+
+@SETTINGS
+class Weights:
+    """How new weights get to the engines."""
+
+    mode: str = "full"
+    """full | delta: all, or what changed, over the network; disk: as Hugging Face folders in weights/ of the run"""
+    anchor_every: int = 16
+    """versions of which one is sent whole although mode = delta"""
 
 
 @SETTINGS
@@ -313,6 +328,7 @@ class Config:
     rollout: Rollout = field(default_factory=Rollout)
     staleness: Staleness = field(default_factory=Staleness)
     inference: Inference = field(default_factory=Inference)
+    weights: Weights = field(default_factory=Weights)
     trainer: Trainer = field(default_factory=Trainer)
     lora: Lora = field(default_factory=Lora)
     critic: Critic = field(default_factory=Critic)
@@ -329,6 +345,7 @@ class Config:
             tensor_parallel=self.topology.tensor_parallel,
             context_parallel=self.topology.context_parallel,
             engine_on_rank0=self.inference.engine_on_rank0,
+            engine_ranks_each=self.inference.tensor_parallel,
         )
 
     @property
@@ -361,8 +378,9 @@ CHOICES = {
     "staleness.gate": ("admission", "ship"),
     "staleness.order": ("completion", "oldest", "admission"),
     "staleness.over_age": ("wait", "drop"),
-    "staleness.on_update": ("continue", "hold", "restart"),
-    "inference.engine": ("native",),
+    "staleness.on_update": ("continue", "hold", "restart", "drain"),
+    "inference.engine": ("native", "vllm"),
+    "weights.mode": ("full", "delta", "disk"),
     "inference.kv_on_update": ("recompute", "keep"),
     "trainer.advantage": ("grpo", "grpo_population", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"),
     "trainer.loss": ("decoupled", "ppo", "cispo", "gspo", "reinforce"),
@@ -402,6 +420,9 @@ AT_LEAST = {
     "staleness.window": 1,
     "staleness.max_age": -1,
     "staleness.queue_size": 1,
+    "inference.tensor_parallel": 1,
+    "weights.anchor_every": 1,
+    "inference.kv_cache_mib": 0,
     "inference.max_slots": 1,
     "inference.max_seq_len": 2,
     "trainer.learning_rate": 0,
@@ -566,6 +587,7 @@ def _check(config: Config) -> None:
         if not value >= least:
             raise ValueError(f"config: {key} = {value}: must be at least {least}")
     topology, rollout, staleness, trainer = config.topology, config.rollout, config.staleness, config.trainer
+    inference = config.inference
     for name, env in config.env.items():
         for key, path in ((f"env.{name}.path", env.path), ("model.make", config.model.make or "a:b")):
             if path.count(":") != 1:
@@ -602,6 +624,11 @@ def _check(config: Config) -> None:
             "staleness.adaptive needs staleness.gate = 'admission': the ship-side gate does not limit admission",
         ),
         (
+            staleness.on_update == "drain" and staleness.gate == "ship",
+            "staleness.on_update = 'drain' needs staleness.gate = 'admission': the ship-side gate never says that all "
+            "that a version may start has started",
+        ),
+        (
             staleness.gate == "ship" and staleness.queue_size + staleness.max_concurrent < rollout.batch_size,
             f"staleness.queue_size + max_concurrent = {staleness.queue_size + staleness.max_concurrent} is below "
             f"rollout.batch_size = {rollout.batch_size}: gate = 'ship' could never fill a batch",
@@ -627,6 +654,25 @@ def _check(config: Config) -> None:
             rollout.max_tokens >= config.inference.max_seq_len,
             f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in inference.max_seq_len = "
             f"{config.inference.max_seq_len}",
+        ),
+        (
+            inference.engine == "native" and inference.tensor_parallel > 1,
+            f"inference.tensor_parallel = {inference.tensor_parallel} needs inference.engine = 'vllm': a native "
+            "engine is one rank's",
+        ),
+        (
+            inference.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k > 0),
+            f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k} with inference.engine = 'vllm': its log-probs "
+            "would be those of the truncated distribution, not of the policy; use 1 and 0, or engine = 'native'",
+        ),
+        (
+            inference.engine == "vllm" and max(rollout.temperature, config.eval.temperature) > 2,
+            f"rollout.temperature = {rollout.temperature}, eval.temperature = {config.eval.temperature}: "
+            "vLLM takes 2 at most",
+        ),
+        (
+            inference.engine == "vllm" and inference.deterministic,
+            "inference.deterministic needs inference.engine = 'native'",
         ),
         (
             not config.data.min_solve_rate <= config.data.max_solve_rate <= 1 or config.data.revisit > 1,
@@ -686,5 +732,12 @@ def warnings(config: Config) -> list[str]:
     if config.run.shutdown_s > 25:
         lines.append(
             f"run.shutdown_s = {config.run.shutdown_s:g}: torchrun kills every rank 30 s after it passed a signal on"
+        )
+    fixed = {"staleness.order": "admission", "staleness.on_update": "drain", "staleness.adaptive": False}
+    loose = [key for key, value in fixed.items() if _get(config, key) != value]
+    if config.inference.deterministic and loose:
+        lines.append(
+            f"inference.deterministic without {', '.join(f'{key} = {fixed[key]!r}' for key in loose)}: each token "
+            "is repeatable, the run as a whole is not"
         )
     return lines

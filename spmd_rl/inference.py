@@ -8,6 +8,7 @@ Knows nothing of gates, batches or what its rollouts are for.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -15,17 +16,16 @@ import torch
 
 from spmd_rl import envs, packing
 from spmd_rl.config import Config
-from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine_thread import EngineThread
+from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
-from spmd_rl.model import build, engine_dtype
+from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
-from spmd_rl.weight_layout import manifest
-from spmd_rl.weight_sync import WeightReceiver
+from spmd_rl.weight_disk import DiskReceiver
 from spmd_rl.world import World
 
 Send = Callable[[Message], None]
@@ -34,38 +34,26 @@ Send = Callable[[Message], None]
 class InferenceRank:
     """One engine and its episodes: `handle` takes messages, `send` gives them.  Belongs to one event loop."""
 
-    def __init__(self, *, world: World, config: Config, live: Liveness, send: Send) -> None:
+    def __init__(self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, send: Send) -> None:
         self._send, self._live = send, live
         self._loop = asyncio.get_running_loop()
         self._probe_every, self._probe = config.run.probe_every, []
+        self._waits_for_word = config.staleness.on_update == "drain" and config.weights.mode != "disk"
+        self._may_swap = threading.Semaphore(0)
         self._jobs: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
-        dtype = engine_dtype(config.model.dtype, world.device)
-        model = build(config.model.path, device=world.device, dtype=dtype, weights=False)
-        specs = manifest(model, dtype=dtype)
+        engine, specs = build_engine(world, config)
         self._engine = EngineThread(
-            engine=NativeEngine(
-                model=model,
-                device=world.device,
-                max_slots=config.inference.max_slots,
-                max_seq_len=config.inference.max_seq_len,
-                kv_on_update=config.inference.kv_on_update,
-                deterministic=config.inference.deterministic,
-            ),
+            engine=engine,
             loop=self._loop,
             failed=live.failed,
-            on_update=config.staleness.on_update,
+            on_update="continue" if config.staleness.on_update == "drain" else config.staleness.on_update,
             progress=lambda doing: live.progress(doing, thread="engine"),
         )
         self._episodes = make_episodes(config, Tokenizer(config.model.path), self._engine, self._finished)
         self._engine.start()
-        self._receiver = WeightReceiver(
-            specs=specs,
-            meta_groups=world.wts_meta,
-            payload_groups=world.wts,
-            device=world.device,
-            deliver=self._weights_arrived,
-            failed=live.failed,
+        self._receiver = make_receiver(
+            world, config, run_dir, specs=specs, deliver=self._weights_arrived, failed=live.failed
         )
 
     def handle(self, message: Message) -> None:
@@ -78,6 +66,10 @@ class InferenceRank:
             case Kind.PROBE:
                 cu_seqlens = message.arrays["cu_seqlens"]
                 self._probe = np.split(message.arrays["token_ids"], cu_seqlens[1:-1])
+            case Kind.SWAP if isinstance(self._receiver, DiskReceiver):
+                self._receiver.take(message.words["version"])
+            case Kind.SWAP:
+                self._may_swap.release()
             case Kind.PIN:
                 number = message.words["number"]
                 self._engine.pin(message.words["upto"], lambda version, held_s: self._pinned(number, version, held_s))
@@ -92,6 +84,7 @@ class InferenceRank:
     def close(self, timeout_s: float) -> None:
         """After STOP and the senders' end."""
         self._engine.close(timeout_s)
+        self._may_swap.release()
         self._receiver.join(timeout_s=timeout_s)
 
     def _finished(self, rollout: Rollout) -> None:
@@ -105,6 +98,8 @@ class InferenceRank:
     def _weights_arrived(self, version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:
         """On the receiver's thread: have the engine swap between two steps, then acknowledge and score the probe."""
         report = self._receiver.report
+        if self._waits_for_word and self._engine.version >= 0:
+            self._may_swap.acquire()  # unblocked by rank 0's word, once nothing runs that is of the version before
 
         def swapped(pause_s: float) -> None:  # on the engine's thread
             self._receiver.release(version)
@@ -146,11 +141,14 @@ def make_episodes(
     )
 
 
-async def run_inference(world: World, config: Config, live: Liveness, signals: StopSignals) -> None:
+async def run_inference(world: World, config: Config, run_dir: RunDir, live: Liveness, signals: StopSignals) -> None:
     """An inference rank other than 0, until rank 0 says stop."""
+    live.progress("building the engine")
     loop = asyncio.get_running_loop()
+    rank = InferenceRank(
+        world=world, config=config, run_dir=run_dir, live=live, send=lambda message: outbox.put(message)
+    )
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost, depth=1 << 16)
-    rank = InferenceRank(world=world, config=config, live=live, send=outbox.put)
     inbox = Inbox(
         peer=0,
         group=world.ctl,

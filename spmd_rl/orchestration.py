@@ -21,7 +21,7 @@ from spmd_rl.inference import InferenceRank, work_message
 from spmd_rl.liveness import Liveness
 from spmd_rl.model import hidden_size
 from spmd_rl.orchestrator.difficulty import Difficulty
-from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator
+from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator, Sent
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.packing import Packed
 from spmd_rl.plot import plot_run
@@ -33,7 +33,10 @@ from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout
+from spmd_rl.weight_disk import folder_of
 from spmd_rl.world import World
+
+POLL_S = 0.1  # between two looks for weights on disk
 
 
 async def run_orchestrator(
@@ -53,7 +56,9 @@ async def run_orchestrator(
     ended: asyncio.Queue[int] = asyncio.Queue()  # ranks that said STOP
     own = None
     if world.rank in world.engine_ranks:
-        own = InferenceRank(world=world, config=config, live=live, send=lambda message: receive(message, world.rank))
+        own = InferenceRank(
+            world=world, config=config, run_dir=run_dir, live=live, send=lambda message: receive(message, world.rank)
+        )
     outboxes = {peer: Outbox(peer=peer, group=world.ctl, failed=live.lost, depth=1 << 16) for peer in world.peers}
 
     def send(rank: int, message: Message) -> None:
@@ -75,8 +80,12 @@ async def run_orchestrator(
             "token_ids": np.concatenate(sequences),
             "cu_seqlens": np.cumsum([0, *map(len, sequences)], dtype=np.int64),
         }
-        for rank in (*world.engine_ranks, *world.trainer_ranks):
+        for rank in (*world.topology.engine_leaders, *world.trainer_ranks):
             send(rank, Message(Kind.PROBE, {}, arrays))
+
+    async def written(version: int) -> None:
+        while not folder_of(run_dir.weights, version).exists():
+            await asyncio.sleep(POLL_S)
 
     def cancel(rank: int, work: GroupWork) -> None:
         words = {"tickets": [work.tickets.start, work.tickets.stop], "purpose": work.purpose}
@@ -87,12 +96,16 @@ async def run_orchestrator(
             send(rank, Message(kind, words))
 
     links = Links(
-        engines=world.engine_ranks,
+        engines=world.topology.engine_leaders,
+        holders=world.engine_ranks,
         trainers=world.trainer_ranks,
         work=lambda rank, work: send(rank, work_message(work)),
         cancel=cancel,
-        stats=lambda number: to_all(world.engine_ranks, Kind.STATS, number=number),
-        pin=lambda number, upto: to_all(world.engine_ranks, Kind.PIN, number=number, upto=upto),
+        senders=world.trainer_ranks[:1] if config.weights.mode == "disk" else world.sender_ranks,
+        written=written,
+        swap=lambda version: to_all(world.topology.engine_leaders, Kind.SWAP, version=version),
+        stats=lambda number: to_all(world.topology.engine_leaders, Kind.STATS, number=number),
+        pin=lambda number, upto: to_all(world.topology.engine_leaders, Kind.PIN, number=number, upto=upto),
         batch=ship,
         probe=probe,
         finish_training=lambda export: to_all(world.trainer_ranks, Kind.STOP, export=export),
@@ -103,7 +116,7 @@ async def run_orchestrator(
         steps=config.run.steps,
         max_staleness=config.staleness.max_staleness,
         bound=config.age_bound,
-        num_engines=len(world.engine_ranks),
+        num_engines=len(world.topology.engines),
         decode=tokenizer.decode,
         say=lambda line: print(line, flush=True),
     )
@@ -157,6 +170,10 @@ async def run_orchestrator(
                 orchestrator.rollout_ended(rollout)
             case Kind.STEP:
                 orchestrator.stepped(rank, words["version"], words["metrics"])
+            case Kind.SENT:
+                names = ("sent_bytes", "send_s", "update_norm")
+                sent = Sent(checksums=tuple(words["checksums"]), **{name: words[name] for name in names})
+                orchestrator.sent(rank, words["version"], sent)
             case Kind.LOADED:
                 loaded = Loaded(
                     checksums=tuple(words["checksums"]), receive_s=words["receive_s"], pause_s=words["pause_s"]

@@ -1,7 +1,7 @@
 """The run directory: where everything that a run leaves behind lies.
 
     config.toml  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  adapter/  summary.json
-    curve.png  abandoned/
+    curve.png  abandoned/  weights/
 
 Knows the names and what a resume moves aside; not what is in the files.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,10 @@ class RunDir:
         return self.path / "model"
 
     @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
     def curve(self) -> Path:
         return self.path / "curve.png"
 
@@ -62,7 +67,8 @@ class RunDir:
         return self.path / "summary.json"
 
     def create(self) -> None:
-        """Make the directory and those of it that are written to from the start."""
+        """Make the directory and those of it that are written to from the start; weights are published anew."""
+        shutil.rmtree(self.weights, ignore_errors=True)
         for folder in (self.tensorboard, self.batches, self.evals, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
 

@@ -110,8 +110,16 @@ class Topology:
         """Trainer ranks that together send one copy of the weights: dp_replicate index 0, tp index 0."""
         return tuple(block[0] for block in self.mesh[0])
 
+    @property
+    def engine_leaders(self) -> tuple[int, ...]:
+        """The rank of each engine that is asked for completions."""
+        return tuple(members[0] for members in self.engines)
+
     def role(self, rank: int) -> str:
-        return "inference" if rank < self.num_inference else "trainer"
+        """inference | member (computes its part of an engine that another rank leads) | trainer."""
+        if rank in self.trainer_ranks:
+            return "trainer"
+        return "member" if rank in self.engine_ranks and rank not in self.engine_leaders else "inference"
 
     def takes_device(self, rank: int) -> bool:
         """False only for an orchestrator without an engine."""

@@ -24,8 +24,10 @@ from typing import NoReturn, TypeVar
 from spmd_rl import config as config_module
 from spmd_rl import disk, envs
 from spmd_rl.config import Config
+from spmd_rl.engines import check_engine
 from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
+from spmd_rl.member import run_member
 from spmd_rl.orchestration import run_orchestrator
 from spmd_rl.resume import starting_point
 from spmd_rl.run_dir import RunDir, write_whole
@@ -57,6 +59,7 @@ def train(config: Config, name: str) -> None:
         tensor_parallel=config.topology.tensor_parallel,
         context_parallel=config.topology.context_parallel,
         engine_on_rank0=config.inference.engine_on_rank0,
+        engine_ranks_each=config.inference.tensor_parallel,
     )
     try:
         start = _agree(world, config, name)
@@ -92,7 +95,9 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
             life = run_orchestrator(world, config, run_dir, live, signals, start.version, start.restored)
             world.store.set("exit code", str(asyncio.run(_watched(life, live))))
         case "inference":
-            asyncio.run(_watched(run_inference(world, config, live, signals), live))
+            asyncio.run(_watched(run_inference(world, config, run_dir, live, signals), live))
+        case "member":
+            run_member(world, config, run_dir, live, signals)
         case "trainer":
             run_trainer(world, config, run_dir, live, signals, start.version, start.restored)
     live.progress("waiting for the end of rank 0")
@@ -118,6 +123,7 @@ def _agree(world: World, config: Config, name: str) -> Start:
 
 def _prepare(world: World, config: Config, name: str) -> Start:
     """Make the model and the run directory, and find the checkpoint to go on from."""
+    check_engine(config)
     model = Path(config.model.path)
     if not model.is_dir():
         if not config.model.make:

@@ -23,8 +23,9 @@ from spmd_rl.model import engine_dtype
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.weight_disk import DiskSender
 from spmd_rl.weight_layout import manifest
-from spmd_rl.weight_sync import WeightSender
+from spmd_rl.weight_sync import SendReport, WeightSender
 from spmd_rl.world import World
 
 
@@ -41,7 +42,7 @@ class TrainerRank:
         self._trainer = make_trainer(
             config, device=world.device, mesh=world.mesh, group=world.train, context=world.context
         )
-        self._sender = self._make_sender() if world.rank in world.sender_ranks else None
+        self._sender = self._make_sender()
 
     def restore(self, version: int, folder: Path) -> None:
         """Weights and optimizer of the checkpoint at `version`."""
@@ -128,17 +129,36 @@ class TrainerRank:
     def _reply(self, kind: Kind, **words: object) -> None:
         self._outbox.put(Message(kind, {"version": self.version, **words}))
 
-    def _make_sender(self) -> WeightSender:
-        world, parameters = self._world, self._trainer.models.named_parameters()
+    def _make_sender(self) -> WeightSender | DiskSender | None:
+        world, weights = self._world, self._config.weights
+        dtype = engine_dtype(self._config.model.dtype, world.device)
+        if weights.mode == "disk":
+            source = Path(self._config.model.path)
+            return DiskSender(
+                weights=self._run_dir.weights,
+                export=lambda folder: self._trainer.export(folder, source, dtype),
+                reports=world.rank == world.trainer_ranks[0],
+                sent=self._sent,
+            )
+        if world.rank not in world.sender_ranks:
+            return None
+        parameters = self._trainer.models.named_parameters()
         return WeightSender(
             parameters=parameters,
-            specs=manifest(parameters, dtype=engine_dtype(self._config.model.dtype, world.device)),
+            specs=manifest(parameters, dtype=dtype),
             index=world.sender_ranks.index(world.rank),
             num_senders=len(world.sender_ranks),
             meta_group=world.wts_meta[world.rank],
             payload_group=world.wts[world.rank],
             failed=self._live.failed,
+            sent=self._sent,
+            delta=weights.mode == "delta",
+            anchor_every=weights.anchor_every,
         )
+
+    def _sent(self, report: SendReport) -> None:
+        words = {name: getattr(report, name) for name in ("version", "sent_bytes", "send_s", "update_norm")}
+        self._outbox.put(Message(Kind.SENT, {**words, "checksums": list(report.checksums)}))
 
 
 def run_trainer(

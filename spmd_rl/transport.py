@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, unique
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class PeerLost(RuntimeError):
     """The peer no longer takes messages."""
 
 
+@unique
 class Kind(IntEnum):
     WORK = 1
     CANCEL = 2
@@ -57,6 +58,8 @@ class Kind(IntEnum):
     PIN = 13
     PINNED = 14
     STOP = 12  # the last message of a direction
+    SWAP = 15
+    SENT = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,13 @@
 
 On the wire, for each version and sender (payload over `wts`, the rest over `wts_meta`, always gloo):
 
-    header    int64[8]    magic, version, buckets, bytes, hash of the manifest, 0, tensors, 0; version -1 = the end
+    header    int64[8]    magic, version (-1: the end), buckets, bytes, hash of the manifest, 1 if a delta, tensors, 0
     buckets   uint8       the shard in pieces of 32 MiB; it begins with the version
-    trailer   int64[2+n]  magic, version, one checksum per bucket, computed while the buckets travel
+    or table  int64[n,2]  of a delta (weight_delta.py), and its payload in pieces of 32 MiB
+    trailer   int64[2+n]  magic, version, one checksum per bucket of the whole shard, delta or not
 
-The trainer is held only while its shard is copied into staging; a thread sends it.  An engine goes on decoding while
+The trainer is held only while its shard is copied into staging; a thread compares it with the version before and sends
+it, or what changed.  An engine goes on decoding while
 the next version is received into the buffer that it does not use.  Over NCCL the sender's main thread sends, so that
 its collectives keep one order, and a receive is posted only after the header has come.  A version is never skipped or
 repeated; a checksum that differs names the tensors.  Knows nothing of engines or trainers.
@@ -18,7 +20,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -28,6 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from spmd_rl.weight_delta import Delta, decode, encode, payload_bytes, squared_change, word_of
 from spmd_rl.weight_layout import (
     ALIGN_BYTES,
     BUCKET_BYTES,
@@ -57,8 +60,8 @@ class SendReport:
     num_bytes: int
     hold_s: float  # the trainer stood still
     send_s: float  # from the header to the last bucket, the receivers' waiting for a free buffer included
-    changed: bool  # False: every checksum is that of the version before, the weights did not move at all
-    update_norm: float | None  # L2 norm of this shard's change as the engines see it; None if not asked for
+    sent_bytes: int  # less than num_bytes if a delta was enough
+    update_norm: float  # L2 norm of this shard's change as the engines see it; of the first version, of the weights
     checksums: tuple[int, ...]
 
 
@@ -70,6 +73,7 @@ class ReceiveReport:
     num_bytes: int
     wait_s: float  # from the first header until a buffer was free
     receive_s: float  # until everything had arrived and was verified
+    received_bytes: int  # less than num_bytes if deltas were enough
 
 
 class WeightSender:
@@ -88,8 +92,10 @@ class WeightSender:
         meta_group: ProcessGroup,
         payload_group: ProcessGroup,
         failed: Failed,
+        sent: Callable[[SendReport], None] = lambda report: None,  # in the thread that sends
+        delta: bool = False,  # send what changed, where that is less
+        anchor_every: int = 16,  # versions of which one is sent whole all the same
         bucket_bytes: int = BUCKET_BYTES,
-        measure_update: bool = False,
     ) -> None:
         if list(parameters) != [spec.name for spec in specs]:
             raise ValueError("the sender's parameters are not those of the manifest, or not in its order")
@@ -99,23 +105,27 @@ class WeightSender:
         self._layout = shard_layout(specs, index=index, count=num_senders, bucket_bytes=bucket_bytes)
         self._hash = manifest_hash(specs, num_senders=num_senders, bucket_bytes=bucket_bytes)
         self._meta_group, self._payload_group = meta_group, payload_group
-        self._failed = failed
-        self._measure_update = measure_update
+        self._failed, self._sent = failed, sent
+        self._word = word_of(specs) if delta else None
+        self._anchor_every = anchor_every
         self._rank = dist.get_rank()
         self._inline = dist.get_backend(payload_group) == "nccl"
         self._device = next(iter(parameters.values())).device
-        self._staging = torch.zeros(
-            self._layout.num_bytes,
-            dtype=torch.uint8,
-            device=self._device if self._inline else "cpu",
-            pin_memory=self._device.type == "cuda" and not self._inline,
-        )
-        self._targets = views(self._staging, self._layout)
+        self._buffers = [  # by version modulo 2
+            torch.zeros(
+                self._layout.num_bytes,
+                dtype=torch.uint8,
+                device=self._device if self._inline else "cpu",
+                pin_memory=self._device.type == "cuda" and not self._inline,
+            )
+            for _ in range(2)
+        ]
+        self._targets = [views(buffer, self._layout) for buffer in self._buffers]
         self._version: int | None = None
         self._error: Exception | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._jobs: queue.SimpleQueue[tuple[int, float, float | None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weight sender", daemon=True)
         if not self._inline:
             self._thread.start()
@@ -128,10 +138,10 @@ class WeightSender:
                 f"weights of version {version} after {self._version}: a version is never skipped or repeated"
             )
         started = time.perf_counter()
-        update_norm = self._pack(version)
+        self._pack(version)
         hold_s = time.perf_counter() - started
         self._version = version
-        self._submit((version, hold_s, update_norm))
+        self._submit((version, hold_s))
         return hold_s
 
     def wait(self) -> SendReport | None:
@@ -142,7 +152,7 @@ class WeightSender:
     def close(self) -> None:
         """Send what is left, then the end, and stop the thread."""
         self._wait()
-        self._submit((END, 0.0, None))
+        self._submit((END, 0.0))
         if not self._inline:
             self._thread.join()
         self._wait()
@@ -152,7 +162,7 @@ class WeightSender:
         if self._error is not None:
             raise RuntimeError(f"sending weights of version {self._version} failed: {self._error}") from self._error
 
-    def _submit(self, job: tuple[int, float, float | None]) -> None:
+    def _submit(self, job: tuple[int, float]) -> None:
         if self._inline:
             self._send(*job)
         else:
@@ -162,46 +172,49 @@ class WeightSender:
     def _run(self) -> None:
         version = 0
         while version != END and self._error is None:
-            version, hold_s, update_norm = self._jobs.get()
+            version, hold_s = self._jobs.get()
             try:
-                self._send(version, hold_s, update_norm)
+                self._send(version, hold_s)
             except Exception as error:
                 self._error = error
                 self._failed(error)
             self._idle.set()
 
     @torch.no_grad()
-    def _pack(self, version: int) -> float | None:
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._staging[:8].view(torch.int64).fill_(version)
+    def _pack(self, version: int) -> None:
+        self._buffers[version % 2][:8].view(torch.int64).fill_(version)
+        targets = self._targets[version % 2]
         for piece in self._layout.pieces:
-            if not piece.num_rows:
-                continue
-            target = self._targets[piece.spec.name]
-            rows = local_rows(self._parameters[piece.spec.name], piece, count=self._count)
-            if self._measure_update:
-                change = rows.to(target.dtype).float() - target.to(rows.device).float()
-                squares += torch.linalg.vector_norm(change, dtype=torch.float64) ** 2
-            target.copy_(rows, non_blocking=True)
+            if piece.num_rows:
+                rows = local_rows(self._parameters[piece.spec.name], piece, count=self._count)
+                targets[piece.spec.name].copy_(rows, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return float(squares.sqrt()) if self._measure_update else None
 
-    def _send(self, version: int, hold_s: float, update_norm: float | None) -> None:
+    @torch.no_grad()
+    def _send(self, version: int, hold_s: float) -> None:
         started = time.perf_counter()
-        layout = self._layout
+        layout, new = self._layout, self._buffers[version % 2]
+        delta = self._delta(version)
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
+        tensors = len(layout.pieces)
         header[:7] = torch.tensor(
-            [MAGIC, version, len(layout.buckets), layout.num_bytes, self._hash, 0, len(layout.pieces)]
+            [MAGIC, version, len(layout.buckets), layout.num_bytes, self._hash, int(delta is not None), tensors]
         )
         dist.broadcast(header, self._rank, group=self._meta_group)
         if version == END:
             return
+        if delta is not None:
+            dist.broadcast(delta.table, self._rank, group=self._meta_group)
+            for start in range(0, len(delta.payload), layout.bucket_bytes):
+                piece = delta.payload[start : start + layout.bucket_bytes]
+                dist.broadcast(piece, self._rank, group=self._payload_group)
         posted: deque[dist.Work] = deque()
         sums = []
         for bucket, (start, end) in enumerate(layout.buckets):
-            posted.append(self._broadcast_bucket(bucket, self._staging[start:end]))
-            sums.append(_bucket_checksum(self._staging, start, end))
+            if delta is None:
+                posted.append(self._broadcast_bucket(bucket, new[start:end]))
+            sums.append(_bucket_checksum(new, start, end))
             if len(posted) == _IN_FLIGHT:
                 posted.popleft().wait()
         while posted:
@@ -213,10 +226,22 @@ class WeightSender:
             num_bytes=layout.num_bytes,
             hold_s=hold_s,
             send_s=time.perf_counter() - started,
-            changed=self.report is None or self.report.checksums != tuple(checksums),
-            update_norm=update_norm,
+            sent_bytes=layout.num_bytes if delta is None else len(delta.payload) + delta.table.nbytes,
+            update_norm=self._update_norm(version),
             checksums=tuple(checksums),
         )
+        self._sent(self.report)
+
+    def _delta(self, version: int) -> Delta | None:
+        """What changed, if it is less than all; None for the first version, anchors and the end."""
+        if self._word is None or version == END or self.report is None or version % self._anchor_every == 0:
+            return None
+        old, new = self._buffers[(version - 1) % 2], self._buffers[version % 2]
+        return encode(old, new, self._layout, word=self._word, version=version)
+
+    def _update_norm(self, version: int) -> float:
+        new, old = self._targets[version % 2], self._targets[(version - 1) % 2]
+        return float(torch.stack([squared_change(tensor, old[name]) for name, tensor in new.items()]).sum().sqrt())
 
     def _broadcast_bucket(self, bucket: int, data: Tensor) -> dist.Work:
         return dist.broadcast(data, self._rank, group=self._payload_group, async_op=True)
@@ -253,6 +278,8 @@ class WeightReceiver:
             for index, sender in enumerate(self._meta_groups)
         }
         self._hash = manifest_hash(specs, num_senders=count, bucket_bytes=bucket_bytes)
+        self._specs = specs
+        self._received_bytes = 0
         whole = shard_layout(specs, bucket_bytes=bucket_bytes)
         self._starts = {piece.spec.name: piece.start for piece in whole.pieces}
         # zeros touch every page once: a first write to fresh memory costs as much as the copy
@@ -323,7 +350,8 @@ class WeightReceiver:
                 self._free.acquire()  # unblocked by `release`
                 wait_s = time.perf_counter() - started
                 slot = version % 2
-            checksums += self._receive_shard(sender, version, self._buffers[slot])
+            receive = self._receive_delta if self._is_delta else self._receive_shard
+            checksums += receive(sender, version, self._buffers[slot])
         if version == END:
             return False
         assert version is not None
@@ -335,14 +363,16 @@ class WeightReceiver:
             num_bytes=sum(layout.num_bytes for layout in self._layouts.values()),
             wait_s=wait_s,
             receive_s=time.perf_counter() - started - wait_s,
+            received_bytes=self._received_bytes,
         )
+        self._received_bytes = 0
         self._deliver(version, self._tensors[slot], checksums)
         return True
 
     def _header(self, sender: int, expected: int | None) -> int:
         header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
         dist.broadcast(header, sender, group=self._meta_groups[sender])
-        magic, version, num_buckets, num_bytes, digest, _, num_tensors, _ = header.tolist()
+        magic, version, num_buckets, num_bytes, digest, self._is_delta, num_tensors, _ = header.tolist()
         if magic != MAGIC:
             raise RuntimeError(f"weights header from rank {sender} begins with {magic:#x}, expected {MAGIC:#x}")
         layout = self._layouts[sender]
@@ -373,6 +403,7 @@ class WeightReceiver:
             if bucket == 0 and (came := int(data[:8].view(torch.int64))) != version:
                 raise RuntimeError(f"weights from rank {sender} begin with version {came}, the header said {version}")
             sums.append(_bucket_checksum(data, 0, len(data), first=bucket == 0))
+            self._received_bytes += len(data)
             if not self._direct:
                 self._place(layout, bucket, data, whole)
 
@@ -386,12 +417,58 @@ class WeightReceiver:
             finish()
         return self._verify(sender, version, torch.stack(sums).tolist())
 
+    def _receive_delta(self, sender: int, version: int, whole: Tensor) -> list[int]:
+        """On top of the version before, which the other buffer holds."""
+        layout, word = self._layouts[sender], word_of(self._specs)
+        if self._version is None:
+            raise RuntimeError(f"rank {sender} sends a delta of weights {version} to an engine that has none before")
+        base = self._buffers[(version - 1) % 2]
+        table = torch.zeros(len(layout.buckets), 2, dtype=torch.int64)
+        dist.broadcast(table, sender, group=self._meta_groups[sender])
+        payload = torch.zeros(
+            payload_bytes(table, word=word), dtype=torch.uint8, device="cpu" if self._over_host else self._device
+        )
+        for start in range(0, len(payload), layout.bucket_bytes):
+            piece = payload[start : start + layout.bucket_bytes]
+            dist.broadcast(piece, sender, group=self._payload_groups[sender])
+        if (came := int(payload[:8].view(torch.int64))) != version:
+            raise RuntimeError(f"weights from rank {sender} begin with version {came}, the header said {version}")
+        self._received_bytes += len(payload) + table.nbytes
+        for bucket in range(len(layout.buckets)):
+            for _, _, at, num in self._overlaps(layout, bucket):
+                whole[at : at + num].copy_(base[at : at + num])
+        words = whole.view(word)
+        for positions, new in decode(Delta(table, payload), layout, word=word):
+            words[self._in_whole(layout, positions, word).to(self._device)] = new.to(self._device)
+        sums = []
+        for bucket, (start, end) in enumerate(layout.buckets):
+            data = torch.zeros(end - start, dtype=torch.uint8, device=self._device)
+            for first, last, at, num in self._overlaps(layout, bucket):
+                data[first - start : last - start].copy_(whole[at : at + num])
+            sums.append(_bucket_checksum(data, 0, len(data), first=bucket == 0))
+        return self._verify(sender, version, torch.stack(sums).tolist())
+
+    def _in_whole(self, layout: Layout, positions: Tensor, word: torch.dtype) -> Tensor:
+        """Words of a shard as words of the whole model."""
+        if not len(positions):
+            return positions
+        pieces = [piece for piece in layout.pieces if piece.num_bytes]
+        starts = torch.tensor([piece.start // word.itemsize for piece in pieces], device=positions.device)
+        moves = [self._starts[p.spec.name] + p.first_row * p.spec.row_bytes - p.start for p in pieces]
+        shifts = torch.tensor(moves, device=positions.device) // word.itemsize
+        return positions + shifts[torch.searchsorted(starts, positions, right=True) - 1]
+
+    def _overlaps(self, layout: Layout, bucket: int) -> Iterator[tuple[int, int, int, int]]:
+        """(first byte, last + 1 in the shard, first byte in the whole, bytes) of each piece in a bucket."""
+        for piece, first, last in layout.overlaps[bucket]:
+            at = self._starts[piece.spec.name] + piece.first_row * piece.spec.row_bytes + first - piece.start
+            yield first, last, at, last - first
+
     def _place(self, layout: Layout, bucket: int, data: Tensor, whole: Tensor) -> None:
         """Copy the pieces in a bucket to where the engine's tensors have them."""
         start = layout.buckets[bucket][0]
-        for piece, first, last in layout.overlaps[bucket]:
-            to = self._starts[piece.spec.name] + piece.first_row * piece.spec.row_bytes + first - piece.start
-            whole[to : to + last - first].copy_(data[first - start : last - start])
+        for first, last, at, num in self._overlaps(layout, bucket):
+            whole[at : at + num].copy_(data[first - start : last - start])
 
     def _verify(self, sender: int, version: int, received: list[int]) -> list[int]:
         trailer = torch.empty(2 + len(received), dtype=torch.int64)

@@ -60,7 +60,7 @@ class World:
     rank: int
     local_rank: int
     world_size: int
-    role: str  # "inference" | "trainer"
+    role: str  # "inference" | "member" | "trainer"
     inference_ranks: tuple[int, ...]
     trainer_ranks: tuple[int, ...]
     engine_ranks: tuple[int, ...]  # inference ranks that hold (a part of) an engine
@@ -157,7 +157,8 @@ def join(
     trainers, senders, engines = topology.trainer_ranks, topology.sender_ranks, topology.engine_ranks
     backends = {
         "train": _backend(places, [trainers]),
-        "weights": _backend(places, [(sender, *engines) for sender in senders]),
+        # ranks of one engine have collectives of their own all the time: two NCCL communicators must not interleave
+        "weights": _backend(places, [(s, *engines) for s in senders]) if engine_ranks_each == 1 else "gloo",
         "engine": "cpu:gloo,cuda:nccl" if _backend(places, topology.engines) == "nccl" else "gloo",
     }
     ctl = group(everyone, "gloo", _IDLE)

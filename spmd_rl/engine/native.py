@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab, StepAttention
 from spmd_rl.engine.llama import LlamaBody
-from spmd_rl.engine.sampling import Uniforms, check, sample
+from spmd_rl.engine.sampling import Uniforms, check_request, sample
 from spmd_rl.engine.weights import Weights
 from spmd_rl.model import Attend, Segments, head_weight, run_body, token_logprobs
 from spmd_rl.types import Completion, Sampling
@@ -83,24 +83,14 @@ class NativeEngine:
         return len(self._waiting)
 
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
-        check(sampling)
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
-            raise ValueError(f"request {request_id}: a prompt is [T] ints, T > 0; got {ids.dtype} of shape {ids.shape}")
-        if ids.min() < 0 or ids.max() >= self._vocab:
-            raise ValueError(f"request {request_id}: ids {ids.min()} to {ids.max()} outside [0, {self._vocab})")
-        if len(ids) + sampling.max_tokens > self._max_seq_len:
-            raise ValueError(
-                f"request {request_id}: {len(ids)} prompt + {sampling.max_tokens} new tokens > "
-                f"max_seq_len {self._max_seq_len}"
-            )
+        check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
         if request_id in self._waiting or request_id in self._running:
             raise ValueError(f"request {request_id} is already in the engine")
         self._waiting[request_id] = Sequence(
             request_id=request_id,
             sampling=sampling,
-            tokens=ids.tolist(),
-            num_prompt=len(ids),
+            tokens=prompt.tolist(),
+            num_prompt=len(prompt),
             uniforms=Uniforms(sampling.seed),
         )
 

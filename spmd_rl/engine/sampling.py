@@ -44,6 +44,20 @@ def check(sampling: Sampling) -> None:
             raise ValueError(f"sampling.{name} = {value} is out of range")
 
 
+def check_request(request_id: int, prompt: np.ndarray, sampling: Sampling, *, vocab: int, max_seq_len: int) -> None:
+    """ValueError, naming the numbers, for a request that no engine with these bounds can serve."""
+    check(sampling)
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
+        raise ValueError(f"request {request_id}: a prompt is [T] ints, T > 0; got {ids.dtype} of shape {ids.shape}")
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise ValueError(f"request {request_id}: ids {ids.min()} to {ids.max()} outside [0, {vocab})")
+    if len(ids) + sampling.max_tokens > max_seq_len:
+        raise ValueError(
+            f"request {request_id}: {len(ids)} prompt + {sampling.max_tokens} new tokens > max_seq_len {max_seq_len}"
+        )
+
+
 def sample(
     logits: Tensor,  # [n, V]
     samplings: Sequence[Sampling],  # [n]

@@ -55,6 +55,8 @@ class Gate:
         self._defer = defer or (lambda wake: wake())
         self._waiter: asyncio.Future[None] | None = None
         self._wanted = 0
+        self._idle_waiter: asyncio.Future[None] | None = None
+        self._smallest = 0
         self._waking = False
         if not self._bounded and queue_size + max_concurrent < batch_size:
             raise ValueError(
@@ -89,6 +91,16 @@ class Gate:
             finally:
                 self._waiter = None
         return not self.closed
+
+    async def idle(self, num: int) -> None:
+        """Wait until nothing runs and not even `num` rollouts may be admitted: all that this version starts has ended.
+
+        Unblocked by settle, give_back and close.
+        """
+        self._smallest = num
+        if not self._is_idle():
+            self._idle_waiter = asyncio.get_running_loop().create_future()
+            await self._idle_waiter
 
     def admit(self, num: int) -> None:
         """Take `num` slots; there must be room."""
@@ -162,7 +174,13 @@ class Gate:
         if self._bounded and self.accepted + self.running > self.limit:
             raise RuntimeError(f"accepted + running = {self.accepted + self.running} > (S + version + 1)·B: {self}")
 
+    def _is_idle(self) -> bool:
+        return not self.running and (self.closed or self.capacity() < self._smallest)
+
     def _wake(self) -> None:
+        if self._idle_waiter is not None and self._is_idle():
+            self._idle_waiter.set_result(None)
+            self._idle_waiter = None
         if self._waiter is None or self._waking or not (self.closed or self.capacity() >= self._wanted):
             return
         self._waking = True

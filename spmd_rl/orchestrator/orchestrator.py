@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,15 +59,29 @@ class Recorder(Protocol):
 class Links:
     """What the orchestrator may ask of other ranks; none of these waits."""
 
-    engines: tuple[int, ...]  # ranks with an engine
+    engines: tuple[int, ...]  # ranks that lead an engine
+    holders: tuple[int, ...]  # ranks that hold weights of an engine, leaders and members
     trainers: tuple[int, ...]
     work: Callable[[int, GroupWork], None]  # start a group on an engine's rank
     cancel: Callable[[int, GroupWork], None]
+    senders: tuple[int, ...]  # trainer ranks that send weights
+    swap: Callable[[int], None]  # have the engines take this version, where they wait for the word
+    written: Callable[[int], Awaitable[None]]  # waits until the weights of a version are on disk
     stats: Callable[[int], None]  # have every engine answer with its counters, under this number
     pin: Callable[[int, int | None], None]  # (number, version): hold swaps above it; None: swap again
     batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
     probe: Callable[[list[np.ndarray]], None]  # sequences that engines and trainers score from now on
     finish_training: Callable[[bool], None]  # save, export if True, and end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A trainer rank has sent its part of a version."""
+
+    checksums: tuple[int, ...]
+    sent_bytes: int
+    send_s: float
+    update_norm: float  # of its part of the change, as the engines see it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +190,8 @@ class Orchestrator:
         )
 
         self._steps: RollCall[dict[str, float]] = RollCall("step to version", links.trainers)
-        self._loads: RollCall[Loaded] = RollCall("weights", links.engines)
+        self._sends: RollCall[Sent] = RollCall("weights sent", links.senders)
+        self._loads: RollCall[Loaded] = RollCall("weights", links.holders)
         self._saves: RollCall[None] = RollCall("checkpoint", links.trainers)
         self._final_saves: RollCall[None] = RollCall("final checkpoint", links.trainers)
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
@@ -237,6 +253,9 @@ class Orchestrator:
     def stepped(self, rank: int, version: int, metrics: dict[str, float]) -> None:
         self._steps.answer(version, rank, metrics)
 
+    def sent(self, rank: int, version: int, sent: Sent) -> None:
+        self._sends.answer(version, rank, sent)
+
     def loaded(self, rank: int, version: int, loaded: Loaded) -> None:
         self._loads.answer(version, rank, loaded)
 
@@ -253,7 +272,8 @@ class Orchestrator:
 
     async def run(self) -> str:
         """Until the last version is trained ("done") or `stop` ("stopped").  Raises when a promise is broken."""
-        self._check_loads(self.policy.version, await self._loads.all(self.policy.version))
+        await self._let_take(self.policy.version)
+        await self._taken(self.policy.version)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks_group = tasks
@@ -453,20 +473,48 @@ class Orchestrator:
 
     async def _reload(self, version: int) -> None:
         """Waits until every engine has verified and swapped the version."""
+        if self._config.staleness.on_update == "drain":
+            await self.gate.idle(self._config.rollout.group_size)
+        await self._let_take(version)
         start = self._clock()
-        loads = await self._loads.all(version)
-        self._check_loads(version, loads)
-        self._values[version] |= {
+        sends, loads = await self._taken(version)
+        norm = math.hypot(*(send.update_norm for send in sends))
+        values = self._values[version]
+        gradient, rate = values["trainer/grad_norm"], values["trainer/learning_rate"]
+        if norm == 0 and gradient > 0 and rate > 0:
+            raise RuntimeError(
+                f"frozen policy: the step to version {version} had gradient norm {gradient:g} and learning rate "
+                f"{rate:g}, and no weight changed as engines hold it: raise the rate, or compute in float32"
+            )
+        values |= {
+            "weights/update_norm": norm,
+            "weights/sent_bytes": sum(send.sent_bytes for send in sends),
+            "weights/send_s": max(send.send_s for send in sends),
             "weights/poll_to_reload_s": self._clock() - start,
             "weights/receive_s": max(load.receive_s for load in loads),
             "weights/pause_s": max(load.pause_s for load in loads),
             "weights/verified_engines": len(loads),
         }
 
-    def _check_loads(self, version: int, loads: Sequence[Loaded]) -> None:
-        """All engines hold the same bytes: those whose checksums the trainers sent."""
-        if len({load.checksums for load in loads}) != 1:
-            raise RuntimeError(f"engines hold different weights of version {version}: {[x.checksums for x in loads]}")
+    async def _let_take(self, version: int) -> None:
+        """Tell engines to take a version, where they wait for that.  Waits for its folder, where it comes by disk."""
+        first = version == self._first_version
+        by_disk = self._config.weights.mode == "disk"
+        if by_disk:
+            await self._links.written(version)
+        if by_disk or (self._config.staleness.on_update == "drain" and not first):
+            self._links.swap(version)
+
+    async def _taken(self, version: int) -> tuple[list[Sent], list[Loaded]]:
+        """Waits until all trainers have sent a version and all engines have swapped to those very bytes."""
+        loads, sends = await self._loads.all(version), await self._sends.all(version)
+        sent = tuple(itertools.chain.from_iterable(send.checksums for send in sends))
+        if any(load.checksums != sent for load in loads):
+            raise RuntimeError(
+                f"engines do not hold the weights of version {version} that were sent: checksums {sent} and "
+                f"{[load.checksums for load in loads]}"
+            )
+        return sends, loads
 
     async def _count_engines(self) -> dict[str, float]:
         """Counters of all engines, added up.  Waits for their answers."""

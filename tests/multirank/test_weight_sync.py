@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from spmd_rl.weight_layout import TensorSpec, manifest
 from spmd_rl.weight_sync import WeightReceiver, WeightSender, gather_and_broadcast
@@ -115,7 +116,8 @@ def trains_and_decodes(world: World, dtype: torch.dtype, num_versions: int) -> l
             train(model)  # at once: what is sent is in staging
         if sender is not None:
             report = sender.wait()
-            assert report.version == num_versions - 1 and report.changed and report.update_norm is None
+            assert report.version == num_versions - 1 and report.update_norm > 0
+            assert report.sent_bytes == report.num_bytes
             sender.close()
         return []
     arrived: queue.Queue[Arrived] = queue.Queue()
@@ -149,6 +151,58 @@ def test_replicas_do_not_send():
 
 def test_engines_of_another_type_get_the_rounded_weights():
     run_worlds(trains_and_decodes, 1, 2, torch.bfloat16, 3)
+
+
+@torch.no_grad()
+def nudge(model: nn.Module, version: int) -> None:
+    """A few elements of every tensor, of each in another place."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.view(-1)[(version + number) % parameter.numel() :: 97] += 1.0
+
+
+def nudged(version: int) -> SmallModel:
+    model = small_model(0)
+    for v in range(version):
+        train(model) if v == 4 else nudge(model, v)
+    return model
+
+
+def sends_deltas(world: World, dtype: torch.dtype) -> list[int]:
+    """Version 5 changed everywhere; every fourth version is an anchor.  The share or number of bytes that travelled."""
+    specs = manifest(small_model(0), dtype=dtype)
+    if world.role == "trainer":
+        model, sent = sharded(world), []
+        sender = make_sender(world, model, specs, delta=True, anchor_every=4)
+        for version in range(8):
+            sender.publish(version)
+            sent.append(sender.wait().sent_bytes / sender.report.num_bytes)
+            with torch.no_grad():
+                for parameter, new in zip(model.parameters(), nudged(version + 1).parameters(), strict=True):
+                    full = distribute_tensor(new.detach(), parameter.device_mesh, parameter.placements)
+                    parameter.copy_(full)
+        sender.close()
+        return sent
+    arrived: queue.Queue[Arrived] = queue.Queue()
+    receiver = make_receiver(world, specs, lambda *weights: arrived.put(weights))
+    received = []
+    for version in range(8):
+        got, tensors, _ = arrived.get(timeout=LIMIT_S)
+        assert got == version
+        same_bytes(tensors, nudged(version), dtype)
+        received.append(receiver.report.received_bytes)
+        receiver.release(version)
+    receiver.join(timeout_s=LIMIT_S)
+    return received
+
+
+@pytest.mark.parametrize(("num_inference", "num_trainers", "dtype"), [(2, 1, torch.bfloat16), (1, 3, torch.float32)])
+def test_deltas_leave_every_version_to_the_bit(num_inference, num_trainers, dtype):
+    *_, sent = answers = run_worlds(sends_deltas, num_inference, num_trainers, dtype)
+    small = [share < 0.5 for share in answers[num_inference]]
+    assert small == [False, True, True, True, False, False, True, True]
+    if num_inference > 1:
+        assert answers[0] == answers[1]
+    assert len(sent) == 8
 
 
 def sends_both_ways(world: World) -> None:
@@ -249,17 +303,17 @@ def measures(world: World) -> None:
     specs = manifest(small_model(0))
     if world.role == "trainer":
         model = small_model(0)  # not sharded: one trainer may hold plain tensors
-        sender = make_sender(world, model, specs, measure_update=True)
+        sender = make_sender(world, model, specs)
         sender.publish(0)
         sender.publish(1)
         report = sender.wait()
-        assert not report.changed and report.update_norm == 0.0
+        assert report.update_norm == 0.0
         train(model)
         sender.publish(2)
         report = sender.wait()
         after, before = dict(model.named_parameters()), dict(small_model(0).named_parameters())
         norm = sum(float((after[name] - before[name]).double().square().sum()) for name in before) ** 0.5
-        assert report.changed and report.update_norm == pytest.approx(norm, rel=1e-5)
+        assert report.update_norm == pytest.approx(norm, rel=1e-5)
         sender.close()
         return
     receiver = make_receiver(world, specs, lambda version, tensors, checksums: receiver.release(version))

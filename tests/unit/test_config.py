@@ -55,6 +55,7 @@ def test_overrides_are_parsed_as_toml_and_bare_words_are_strings(tmp_path: Path)
         ("run.steps", "section.key=value"),
         ("run=3", "section.key=value"),
         ("topology.dp_replicate=2", "dp_replicate"),
+        ("inference.tensor_parallel=2", "needs inference.engine = 'vllm'"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, override: str, message: str) -> None:
@@ -62,6 +63,25 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, override: str, messag
         config.load(_write(tmp_path), override.split())
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["staleness.on_update=drain", "staleness.gate=ship"], "needs staleness.gate = 'admission'"),
+        (["inference.deterministic=true", "inference.engine=vllm"], "needs inference.engine = 'native'"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_named(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.load(_write(tmp_path), overrides)
+
+
+@pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.temperature=2.5"])
+def test_training_samples_of_vllm_are_of_the_whole_distribution(tmp_path: Path, override: str) -> None:
+    config.load(_write(tmp_path), [override])
+    with pytest.raises(ValueError, match=r"vLLM|'vllm'"):
+        config.load(_write(tmp_path), [override, "inference.engine=vllm"])
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:

@@ -27,6 +27,38 @@ def test_capacity_is_the_formula():
     assert gate.capacity() == 32 - (8 + 8)
 
 
+def test_a_version_is_idle_once_all_that_it_may_start_has_ended():
+    gate, policy = make()
+
+    async def scenario() -> list[str]:
+        happened = []
+        await asyncio.wait_for(started_and_ended(happened), 10)
+        return happened
+
+    async def started_and_ended(happened: list[str]) -> None:
+        idle = asyncio.create_task(gate.idle(4))
+        idle.add_done_callback(lambda _: happened.append("idle"))
+        for what, call in [
+            ("admits", lambda: gate.admit(24)),
+            ("ends most", lambda: gate.settle(accepted=20)),
+            ("gives up the rest", lambda: gate.settle(rejected=4)),
+            ("starts them anew", lambda: gate.admit(4)),
+            ("ends those", lambda: gate.settle(accepted=4)),
+        ]:
+            await asyncio.sleep(0)
+            happened.append(what)
+            call()
+        await idle
+        gate.consume()
+        policy.advance(1)
+        assert gate.capacity() == 8
+        gate.close()
+        await gate.idle(4)  # nothing will start
+
+    happened = asyncio.run(scenario())
+    assert happened == ["admits", "ends most", "gives up the rest", "starts them anew", "ends those", "idle"]
+
+
 def test_in_flight_limit_of_a_synchronous_run_is_one_batch():
     gate, _ = make(max_staleness=0)
     assert gate.capacity() == 8

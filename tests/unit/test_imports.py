@@ -23,12 +23,13 @@ LAYERS = [
     {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "model", "weight_layout", "task_stream"}
     | {"workers", "data", "math_reward", "code_reward"},
     {"judge"},
-    {"envs"},
+    {"envs", "weight_delta"},
     {"tiny_model", "smollm2"},
     {
         "world",
         "transport",
         "weight_sync",
+        "weight_disk",
         "checkpoint",
         "batch_log",
         "engine",
@@ -37,17 +38,23 @@ LAYERS = [
         "recorder",
         "plot",
     },
-    {"engine_thread", "episodes", "stop_signals"},
+    {"engine_thread", "engines", "episodes", "stop_signals"},
     {"orchestrator", "simulate"},
     {"make_trainer"},
-    {"inference", "training", "resume", "replay"},
+    {"inference", "member", "training", "resume", "replay"},
     {"evaluate", "export"},
     {"orchestration"},
     {"train"},
     {"cli"},
     {"__main__"},
 ]
-ALLOWED = {("simulate", "orchestrator"), ("world", "topology"), ("config", "topology"), ("smollm2", "gguf")}
+ALLOWED = {
+    ("simulate", "orchestrator"),
+    ("world", "topology"),
+    ("config", "topology"),
+    ("smollm2", "gguf"),
+    ("weight_disk", "weight_sync"),
+}
 TORCH_FREE = ("orchestrator.orchestrator", "simulate", "config", "task_stream", "tokenizer", "envs.lookup", "packing")
 
 

@@ -87,3 +87,10 @@ def test_tensor_and_context_parallel_ranks_share_a_part_of_the_batch():
 def test_parallel_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="tensor_parallel = 2 times context_parallel = 2"):
         Topology(num_inference=1, num_trainers=6, tensor_parallel=2, context_parallel=2)
+
+
+def test_ranks_of_an_engine_have_one_leader():
+    topology = Topology(num_inference=5, num_trainers=1, engine_on_rank0=False, engine_ranks_each=2)
+    assert topology.engines == ((1, 2), (3, 4)) and topology.engine_leaders == (1, 3)
+    roles = [topology.role(rank) for rank in range(6)]
+    assert roles == ["inference", "inference", "member", "inference", "member", "trainer"]

@@ -1,0 +1,85 @@
+"""Which engine, and what brings it weights: the one place that knows them all, and gives each what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from spmd_rl.config import Config
+from spmd_rl.engine.lockstep import Leader
+from spmd_rl.engine.native import NativeEngine
+from spmd_rl.engine.protocol import Engine
+from spmd_rl.model import build, engine_dtype
+from spmd_rl.run_dir import RunDir
+from spmd_rl.weight_disk import DiskReceiver
+from spmd_rl.weight_layout import TensorSpec, manifest
+from spmd_rl.weight_sync import Deliver, Failed, WeightReceiver
+from spmd_rl.world import World
+
+
+def build_engine(world: World, config: Config) -> tuple[Engine, list[TensorSpec]]:
+    """This rank's engine without weights, and what an update consists of; before any thread uses torch.distributed."""
+    return ENGINES[config.inference.engine](world, config)
+
+
+def make_receiver(
+    world: World, config: Config, run_dir: RunDir, *, specs: list[TensorSpec], deliver: Deliver, failed: Failed
+) -> WeightReceiver | DiskReceiver:
+    """What gets this rank the weights of every version."""
+    if config.weights.mode == "disk":
+        return DiskReceiver(weights=run_dir.weights, device=world.device, deliver=deliver, failed=failed)
+    return WeightReceiver(
+        specs=specs,
+        meta_groups=world.wts_meta,
+        payload_groups=world.wts,
+        device=world.device,
+        deliver=deliver,
+        failed=failed,
+    )
+
+
+def check_engine(config: Config) -> None:
+    """ValueError for an engine that is not installed."""
+    if config.inference.engine == "vllm":
+        from spmd_rl.engine.vllm import check_installed
+
+        check_installed()
+
+
+def _native(world: World, config: Config) -> tuple[Engine, list[TensorSpec]]:
+    dtype = engine_dtype(config.model.dtype, world.device)
+    model = build(config.model.path, device=world.device, dtype=dtype, weights=False)
+    engine = NativeEngine(
+        model=model,
+        device=world.device,
+        max_slots=config.inference.max_slots,
+        max_seq_len=config.inference.max_seq_len,
+        kv_on_update=config.inference.kv_on_update,
+        deterministic=config.inference.deterministic,
+    )
+    return engine, manifest(model, dtype=dtype)
+
+
+def _vllm(world: World, config: Config) -> tuple[Engine, list[TensorSpec]]:
+    from spmd_rl.engine.vllm import VllmEngine
+
+    dtype, inference = engine_dtype(config.model.dtype, world.device), config.inference
+    model = build(config.model.path, device=world.device, dtype=dtype, weights=False)
+    specs = manifest(model, dtype=dtype)
+    members = next(members for members in world.topology.engines if world.rank in members)
+    engine = VllmEngine(
+        folder=config.model.path,
+        config=model.config,
+        specs=specs,
+        group=world.engine_group,
+        device=world.device,
+        dtype=dtype,
+        max_slots=inference.max_slots,
+        max_seq_len=inference.max_seq_len,
+        kv_on_update=inference.kv_on_update,
+        kv_cache_bytes=inference.kv_cache_mib << 20,
+    )
+    leads = len(members) > 1 and world.rank == members[0]
+    return Leader(engine=engine, group=world.engine_group) if leads else engine, specs
+
+
+ENGINES: dict[str, Callable[[World, Config], tuple[Engine, list[TensorSpec]]]] = {"native": _native, "vllm": _vllm}

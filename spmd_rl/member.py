@@ -1,0 +1,57 @@
+"""The life of a rank that computes its part of an engine which another rank leads.
+
+The main thread applies the leader's plans; weights come in a thread, into this rank as into every other, and are
+swapped in at the step that the plan names.  Knows nothing of requests' purposes, episodes or rollouts.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import torch
+
+from spmd_rl.config import Config
+from spmd_rl.engine.lockstep import follow
+from spmd_rl.engines import build_engine, make_receiver
+from spmd_rl.liveness import Liveness
+from spmd_rl.run_dir import RunDir
+from spmd_rl.stop_signals import StopSignals
+from spmd_rl.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.weight_disk import DiskReceiver
+from spmd_rl.world import World
+
+
+def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, signals: StopSignals) -> None:
+    """Until the leader closes the engine and rank 0 says stop."""
+    live.progress("building the engine")
+    engine, specs = build_engine(world, config)
+    outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
+    inbox = Inbox(peer=0, group=world.ctl, deliver=lambda message: None, failed=live.lost)  # nothing comes but STOP
+    signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
+    arrived: queue.Queue[tuple[int, dict[str, torch.Tensor], dict[str, object]]] = queue.Queue()
+
+    def deliver(version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:
+        words = {"version": version, "checksums": checksums, "receive_s": receiver.report.receive_s}
+        arrived.put((version, tensors, words))
+
+    receiver = make_receiver(world, config, run_dir, specs=specs, deliver=deliver, failed=live.failed)
+
+    def load(version: int) -> None:
+        live.progress(f"waiting for weights {version}")
+        if isinstance(receiver, DiskReceiver):
+            receiver.take(version)
+        came, tensors, words = arrived.get()
+        if came != version:
+            raise RuntimeError(f"the leader's plan says weights {version}, {came} arrived")
+        start = time.perf_counter()
+        engine.load_weights(tensors, version)
+        receiver.release(version)
+        outbox.put(Message(Kind.LOADED, {**words, "pause_s": time.perf_counter() - start}))
+
+    follow(engine=engine, group=world.engine_group, load=load, progress=live.progress)
+    live.progress("ending")
+    receiver.join(timeout_s=config.run.shutdown_s)
+    inbox.join(timeout_s=config.run.shutdown_s)
+    outbox.put(Message(Kind.STOP))
+    outbox.close(timeout_s=config.run.shutdown_s)

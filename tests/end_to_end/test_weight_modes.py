@@ -1,0 +1,49 @@
+"""The ways of new weights to the engines, in whole runs."""
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.end_to_end.jobs import Job, run
+
+STEPS = 5
+SHORT = [f"run.steps={STEPS}", "rollout.batch_size=16", "staleness.max_concurrent=48", "eval.every=-1"]
+
+
+def done(job: Job) -> list[dict]:
+    """The steps of a run in which engines and trainer always agreed."""
+    assert job.code == 0, job.output
+    assert job.summary["version"] == STEPS
+    assert job.summary["probe_kl_max"] < 1e-4
+    return job.metrics("step")
+
+
+def test_two_trainers_send_deltas_where_little_changes(tmp_path):
+    settings = ["weights.mode=delta", "weights.anchor_every=4", "model.dtype=bfloat16", "trainer.learning_rate=1e-6"]
+    job = run("tiny_cpu.toml", tmp_path / "run", *SHORT, *settings, "topology.trainer=2", num_ranks=3)
+    assert job.code == 0, job.output
+    sent = [step["weights/sent_bytes"] for step in job.metrics("step")]
+    whole = sent[3]  # version 4
+    assert all(num < whole / 3 for version, num in enumerate(sent, 1) if version != 4)
+    assert all(step["weights/update_norm"] > 0 for step in job.metrics("step"))
+
+
+def test_weights_by_disk_are_folders_that_others_can_read(tmp_path):
+    job = run("tiny_cpu.toml", tmp_path / "run", *SHORT, "weights.mode=disk", "topology.trainer=2", num_ranks=3)
+    assert all(step["weights/update_norm"] > 0 for step in done(job))
+    folders = sorted((job.folder / "weights").iterdir())
+    assert [folder.name for folder in folders] == [f"step_{STEPS - 1}", f"step_{STEPS}"]  # older ones are gone
+    newest = load_file(folders[-1] / "model.safetensors")
+    for name, parameter in AutoModelForCausalLM.from_pretrained(job.folder / "model").named_parameters():
+        assert torch.equal(newest[name], parameter), name
+
+
+def test_a_step_that_changes_nothing_is_an_error(tmp_path):
+    job = run("tiny_cpu.toml", tmp_path / "run", *SHORT, "trainer.learning_rate=1e-30")
+    assert job.code != 0
+    assert "frozen policy: the step to version 1 had gradient norm" in job.output
+
+
+def test_a_learning_rate_of_zero_is_meant(tmp_path):
+    steps = done(run("tiny_cpu.toml", tmp_path / "run", *SHORT, "trainer.learning_rate=0"))
+    assert [step["weights/update_norm"] for step in steps] == [0.0] * STEPS
