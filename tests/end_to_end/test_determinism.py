@@ -1,6 +1,7 @@
 """A run repeated on the same machine, with latencies that are different each time."""
 
 import numpy as np
+import pytest
 
 from spmd_rl import batch_log
 from tests.end_to_end.jobs import Job, run
@@ -38,6 +39,7 @@ def test_an_asynchronous_run_is_repeated_to_the_bit(tmp_path):
     assert models[0] == models[1]
 
 
+@pytest.mark.full
 def test_without_fixed_updates_the_latencies_show(tmp_path):
     job = run("tiny_cpu.toml", tmp_path / "run", *JITTERED, num_ranks=3)
     versions = [set(batch["versions"][batch["loss_mask"]].tolist()) for batch in trained(job)]

@@ -32,7 +32,7 @@ def test_a_run_whose_tasks_are_used_up_is_done(tmp_path):
     few = ["env.fraction.path=tests.end_to_end.failing_env:Few", "env.fraction.args={num=20}", "eval.num_tasks=4"]
     with LiveJob(tmp_path, "run.steps=1000", *few) as job:
         assert job.wait() == 0, job.output
-        assert "the tasks ended: 2 batches of 1000" in job.output
+        assert "the tasks have ended: 2 full batches, 4 groups left over" in job.output
     end = summary(tmp_path)
     assert (end["status"], end["version"], end["ledger"]["admitted"]) == ("done", 2, 160)
     assert end["ledger"]["rollouts"]["trained"] == 128

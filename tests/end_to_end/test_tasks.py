@@ -85,6 +85,7 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path):
     assert "sums, task 4: PromptTooLong: 51 tokens leave no room for a reply in 40" in done.output
 
 
+@pytest.mark.full
 def test_prompts_that_do_not_fit_end_the_run_by_option(tmp_path):
     envs = questions(tmp_path, *(f"{i}+1=" for i in range(4)), "7" * 50)
     done = job(tmp_path, envs, "rollout.long_prompts=refuse", steps=9)
@@ -139,6 +140,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_exported_as_the_folder_that_the_run_itself_wrote(misbehaving, tmp_path):
     run_dir = misbehaving.folder
     done = command("export", run_dir, "--step", 6, tmp_path / "six", "--dtype", "float32")
@@ -159,6 +161,7 @@ def test_a_checkpoint_is_exported_as_the_folder_that_the_run_itself_wrote(misbeh
         assert failed.returncode == 2 and message in failed.stderr
 
 
+@pytest.mark.full
 def test_an_evaluation_alone_gives_the_numbers_of_the_run(misbehaving, tmp_path):
     config, out = misbehaving.folder.parent / "job.toml", tmp_path / "eval.json"
     settings = ("eval.num_tasks=8", "--model", misbehaving.folder / "model", "--out", out)

@@ -1,5 +1,6 @@
 """The ways of new weights to the engines, in whole runs."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -18,6 +19,7 @@ def done(job: Job) -> list[dict]:
     return job.metrics("step")
 
 
+@pytest.mark.full
 def test_two_trainers_send_deltas_where_little_changes(tmp_path):
     settings = ["weights.mode=delta", "weights.anchor_every=4", "model.dtype=bfloat16", "trainer.learning_rate=1e-6"]
     job = run("tiny_cpu.toml", tmp_path / "run", *SHORT, *settings, "topology.trainer=2", num_ranks=3)
@@ -44,6 +46,7 @@ def test_a_step_that_changes_nothing_is_an_error(tmp_path):
     assert "frozen policy: the step to version 1 had gradient norm" in job.output
 
 
+@pytest.mark.full
 def test_a_learning_rate_of_zero_is_meant(tmp_path):
     steps = done(run("tiny_cpu.toml", tmp_path / "run", *SHORT, "trainer.learning_rate=0"))
     assert [step["weights/update_norm"] for step in steps] == [0.0] * STEPS

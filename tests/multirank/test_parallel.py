@@ -53,6 +53,9 @@ SAVED = ("tp", "tp and shards", "tp, biases")
 LAYOUT = ("activation_checkpointing", "reshard_after_forward")
 
 
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
