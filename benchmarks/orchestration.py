@@ -184,6 +184,8 @@ def an_engine_at_work() -> Iterator[None]:
         model = build(str(Path(folder) / "tiny"), device="cpu", dtype=torch.float32, weights=True)
     engine = NativeEngine(model=model, device=torch.device("cpu"), max_slots=64, max_seq_len=256)
     engine.load_weights(dict(model.named_parameters()), 0)
+    gc.collect()
+    gc.freeze()  # as rank 0 does once everything is built
     ended = threading.Event()
 
     def generate() -> None:
@@ -212,6 +214,7 @@ def main() -> None:
             name = f"G={group_size} C={concurrent}"
             report[name] = asyncio.run(throughput(concurrent, options.rollouts, group_size))
     for beside, company in (("alone", nullcontext()), ("beside an engine", an_engine_at_work())):
+        gc.collect()  # what the cases before left is not this one's to clean up
         with company:
             report[f"a group ends, {beside}"] = asyncio.run(a_group_ends(8, 1000))
             report[f"a version goes live, {beside}"] = asyncio.run(a_version_goes_live(8, 200))
