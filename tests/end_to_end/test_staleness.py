@@ -14,7 +14,10 @@ from tests.end_to_end import jobs
 MODEL = f"model.path={jobs.MODELS}/tiny"
 SMALL = ("rollout.batch_size=16", "rollout.group_size=4", "staleness.max_concurrent=48", "eval.num_tasks=4")
 SLOW = (*SMALL, "env.fraction.weight=1e-9", "env.slow.path=tests.end_to_end.slow_tool:SlowTool")
-LONG = (*SMALL, "env.fraction.args.length=48", "rollout.max_tokens=48")
+LONG = (  # generated one by one, so that a sequence takes longer than a training step and runs into updates
+    *SMALL,
+    *("env.fraction.args.length=48", "rollout.max_tokens=48", "inference.deterministic=true"),
+)
 ENDS = ("trained", "filtered", "dropped", "failed", "left_over")
 
 
