@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ from spmd_rl.liveness import Failure, Liveness, SignalWatch
 from spmd_rl.world import World
 from tests.ranks import run_processes, run_worlds
 
-LIMIT_S = 30.0
+LIMIT_S = 45.0
 
 
 def watch(world: World, **settings: object) -> tuple[Liveness, "Future[Failure]"]:
@@ -70,7 +71,7 @@ def test_a_rank_blocked_in_a_collective_hears_it():
 
 
 def stops(world: World, stopped: int) -> str:
-    liveness, failure = watch(world, heartbeat_timeout_s=4.0, interval_s=0.5)
+    liveness, failure = watch(world, heartbeat_timeout_s=20.0, interval_s=0.5)
     liveness.progress("decoding")
     if world.rank == stopped:
         world.store.set("pid", str(os.getpid()))
@@ -83,16 +84,18 @@ def stops(world: World, stopped: int) -> str:
     return f"{seen.rank} {seen.text.split(' for')[0]}"
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named():
     assert run_worlds(stops, 2, 1, 1) == ["1 no sign of life", "went on", "1 no sign of life"]
 
 
+@pytest.mark.full
 def test_a_stopped_orchestrator_is_named_by_the_last_rank():
     assert run_worlds(stops, 1, 2, 0) == ["went on", "0 no sign of life", "0 no sign of life"]
 
 
 def stalls(world: World) -> tuple[int, str]:
-    liveness, failure = watch(world, stall_timeout_s=1.0)
+    liveness, failure = watch(world, stall_timeout_s=20.0)
     if world.rank == 1:
         liveness.progress("a step that never ends")
         seen = failure.result(timeout=LIMIT_S)
@@ -102,12 +105,13 @@ def stalls(world: World) -> tuple[int, str]:
     return seen.rank, seen.text.split(" for ")[0]
 
 
+@pytest.mark.full
 def test_a_rank_stuck_in_its_work_is_named_with_the_work():
     assert run_worlds(stalls, 1, 1) == [(1, "stuck at 'a step that never ends'")] * 2
 
 
 def leaves(world: World) -> str:
-    liveness, failure = watch(world, heartbeat_timeout_s=4.0)
+    liveness, failure = watch(world, heartbeat_timeout_s=20.0)
     if world.rank == 1:
         liveness.close()
         return "left"
