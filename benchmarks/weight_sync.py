@@ -23,9 +23,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.weight_layout import BUCKET_BYTES, checksum, manifest
-from spmd_rl.weight_sync import WeightReceiver, WeightSender, gather_and_broadcast
+from spmd_rl.weight_checksum import checksum
+from spmd_rl.weight_layout import BUCKET_BYTES, manifest
+from spmd_rl.weight_receiver import WeightReceiver
+from spmd_rl.weight_sender import WeightSender
 from spmd_rl.world import World
+from tests.gather import gather_and_broadcast
 from tests.ranks import run_worlds
 
 LIMIT_S = 600.0

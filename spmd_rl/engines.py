@@ -12,7 +12,8 @@ from spmd_rl.model import build, engine_dtype
 from spmd_rl.run_dir import RunDir
 from spmd_rl.weight_disk import DiskReceiver
 from spmd_rl.weight_layout import TensorSpec, manifest
-from spmd_rl.weight_sync import Deliver, Failed, WeightReceiver
+from spmd_rl.weight_receiver import WeightReceiver
+from spmd_rl.weight_wire import Deliver, Failed
 from spmd_rl.world import World
 
 

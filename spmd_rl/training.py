@@ -25,7 +25,8 @@ from spmd_rl.stop_signals import StopSignals
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.weight_disk import DiskSender
 from spmd_rl.weight_layout import manifest
-from spmd_rl.weight_sync import SendReport, WeightSender
+from spmd_rl.weight_sender import WeightSender
+from spmd_rl.weight_wire import SendReport
 from spmd_rl.world import World
 
 

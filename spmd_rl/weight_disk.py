@@ -2,7 +2,7 @@
 
 For engines that no process group reaches, outside the job or inside it.  A folder is complete or absent; the newest few
 are kept, so a reader that was told of one has time to read it.  Who tells readers of a version polls for its folder.
-Same interface as the pair in weight_sync.py; the checksums are of the tensors as both sides read them back.
+Same interface as WeightSender and WeightReceiver; the checksums are of the tensors as both sides read them back.
 Knows nothing of ranks or of who reads.
 """
 
@@ -19,9 +19,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from spmd_rl.weight_checksum import checksum
 from spmd_rl.weight_delta import squared_change
-from spmd_rl.weight_layout import checksum
-from spmd_rl.weight_sync import END, Deliver, Failed, ReceiveReport, SendReport
+from spmd_rl.weight_wire import END, Deliver, Failed, ReceiveReport, SendReport
 
 KEPT = 2  # versions
 FILE = "model.safetensors"

@@ -1,4 +1,4 @@
-"""How weights lie in memory and on the wire: names, shapes, shards, buckets and their checksums.
+"""How weights lie in memory and on the wire: names, shapes, shards and buckets.
 
 A shard is one flat buffer of bytes: a block that begins with the version as an int64, then the rows that one sender
 holds of each tensor, in the order of the manifest, each piece aligned to 256 bytes.  FSDP2 cuts every tensor into
@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 32 << 20  # 16 to 64 MiB move as fast as one huge tensor; below 4 MiB each operation's cost shows
 ALIGN_BYTES = 256  # of every tensor, so that kernels may use wide loads; also the size of the version block
-_ROW_WORDS = 1 << 15  # words that a checksum keeps at work: 256 KiB stay in the cache
-_MULTIPLIER = -7046029254386353131  # odd, so that no word's weight vanishes modulo 2^64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,35 @@ class Layout:
     def names(self, bucket: int) -> list[str]:
         """The tensors that a bucket holds bytes of."""
         return [piece.spec.name for piece, _, _ in self.overlaps[bucket]]
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where a shard's bytes lie in the whole model, the shard of a single sender."""
+
+    shard: Layout
+    whole: Layout
+
+    @cached_property
+    def _moves(self) -> dict[str, int]:
+        """Bytes from the shard to the whole, by tensor."""
+        pairs = zip(self.shard.pieces, self.whole.pieces, strict=True)
+        return {p.spec.name: whole.start + p.first_row * p.spec.row_bytes - p.start for p, whole in pairs}
+
+    def spans(self, bucket: int) -> list[tuple[int, int, int]]:
+        """(first byte, last + 1 in the shard, first byte in the whole) of each piece in a bucket."""
+        return [
+            (first, last, first + self._moves[piece.spec.name]) for piece, first, last in self.shard.overlaps[bucket]
+        ]
+
+    def in_whole(self, positions: Tensor, word: torch.dtype) -> Tensor:
+        """Words of the shard, [n] int64, as words of the whole."""
+        pieces = [piece for piece in self.shard.pieces if piece.num_bytes]
+        if not len(positions):
+            return positions
+        starts = torch.tensor([piece.start // word.itemsize for piece in pieces], device=positions.device)
+        moves = torch.tensor([self._moves[piece.spec.name] for piece in pieces], device=positions.device)
+        return positions + (moves // word.itemsize)[torch.searchsorted(starts, positions, right=True) - 1]
 
 
 def manifest(parameters: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[TensorSpec]:
@@ -160,22 +187,3 @@ def local_rows(parameter: Tensor, piece: Piece, *, count: int) -> Tensor:
             f"says {piece.num_rows}"
         )
     return local
-
-
-def checksum(data: Tensor) -> Tensor:  # [N] uint8, N a multiple of 8 → [] int64
-    """Sum of the int64 words, each times an odd weight of its position, modulo 2^64.
-
-    With rows of M words: weight(row k of K, column m) = R^(K - k) * (2 m + 1), R odd; in a last, shorter row 2 m + 1.
-    One changed word always changes the sum, as odd weights have an inverse; swapped words do because weights differ.
-    """
-    words = data.view(torch.int64)
-    weights = torch.arange(1, 2 * _ROW_WORDS, 2, device=data.device)
-    num_rows = len(words) // _ROW_WORDS
-    rest = words[num_rows * _ROW_WORDS :]
-    total = (rest * weights[: len(rest)]).sum()
-    if num_rows:
-        row_sum = torch.zeros(_ROW_WORDS, dtype=torch.int64, device=data.device)
-        for row in words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS).unbind():
-            torch.add(row, row_sum, alpha=_MULTIPLIER, out=row_sum)
-        total += (row_sum * weights).sum() * _MULTIPLIER
-    return total

@@ -12,8 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from spmd_rl.weight_layout import TensorSpec, manifest
-from spmd_rl.weight_sync import WeightReceiver, WeightSender, gather_and_broadcast
+from spmd_rl.weight_receiver import WeightReceiver
+from spmd_rl.weight_sender import WeightSender
 from spmd_rl.world import World
+from tests.gather import gather_and_broadcast
 from tests.ranks import RankFailed, run_worlds
 
 LIMIT_S = 20.0

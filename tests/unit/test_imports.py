@@ -21,14 +21,15 @@ LAYERS = [
         "sandbox",
     },
     {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "model", "weight_layout", "task_stream"}
-    | {"workers", "data", "math_reward", "code_reward"},
+    | {"weight_checksum", "workers", "data", "math_reward", "code_reward"},
     {"judge"},
-    {"envs", "weight_delta"},
+    {"envs", "weight_delta", "weight_wire"},
     {"tiny_model", "smollm2"},
     {
         "world",
         "transport",
-        "weight_sync",
+        "weight_sender",
+        "weight_receiver",
         "weight_disk",
         "checkpoint",
         "batch_log",
@@ -53,7 +54,6 @@ ALLOWED = {
     ("world", "topology"),
     ("config", "topology"),
     ("smollm2", "gguf"),
-    ("weight_disk", "weight_sync"),
 }
 TORCH_FREE = ("orchestrator.orchestrator", "simulate", "config", "task_stream", "tokenizer", "envs.lookup", "packing")
 

@@ -1,0 +1,238 @@
+"""An engine's side of weight sync: every version from all senders, into memory that the engine does not use.
+
+An engine goes on decoding while the next version is received.  Over NCCL a receive is posted only after the header has
+come.  A version is never skipped or repeated; a checksum that differs names the tensors.  Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from spmd_rl.weight_delta import Delta, decode, payload_bytes, word_of
+from spmd_rl.weight_layout import BUCKET_BYTES, Placement, TensorSpec, manifest_hash, shard_layout, views
+from spmd_rl.weight_wire import (
+    END,
+    HEADER_LENGTH,
+    IN_FLIGHT,
+    Deliver,
+    Failed,
+    ReceiveReport,
+    bucket_checksum,
+    check_sums,
+    read_header,
+)
+
+
+class WeightReceiver:
+    """Receives every version from all senders in a thread, into the one of two buffers that is not in use.
+
+    `deliver(version, tensors, checksums)` is called in that thread once a version is complete and verified.  The
+    tensors are views that stay as they are until a later version has been released: `release(v)` says that the engine
+    has swapped to v, so what it used before may be overwritten.  At most one version is received ahead.
+    The end of the senders ends the thread; any error ends it with one call of `failed`.
+    """
+
+    def __init__(
+        self,
+        *,
+        specs: Sequence[TensorSpec],
+        meta_groups: Mapping[int, ProcessGroup],  # by sender rank, in the order of shards
+        payload_groups: Mapping[int, ProcessGroup],
+        device: torch.device,
+        deliver: Deliver,
+        failed: Failed,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.report: ReceiveReport | None = None  # of the last version that was delivered
+        self._meta_groups, self._payload_groups = dict(meta_groups), dict(payload_groups)
+        self._deliver, self._failed = deliver, failed
+        self._device = device
+        self._rank = dist.get_rank()
+        count = len(self._meta_groups)
+        self._hash = manifest_hash(specs, num_senders=count, bucket_bytes=bucket_bytes)
+        self._specs = specs
+        self._received_bytes = 0
+        whole = shard_layout(specs, bucket_bytes=bucket_bytes)
+        self._placements = {
+            sender: Placement(shard_layout(specs, index=index, count=count, bucket_bytes=bucket_bytes), whole)
+            for index, sender in enumerate(self._meta_groups)
+        }
+        # zeros touch every page once: a first write to fresh memory costs as much as the copy
+        self._buffers = [torch.zeros(whole.num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._tensors = [views(buffer, whole) for buffer in self._buffers]
+        backends = {dist.get_backend(group) for group in self._payload_groups.values()}
+        self._over_host = device.type == "cuda" and backends != {"nccl"}
+        self._direct = count == 1 and not self._over_host
+        self._staging = []
+        if not self._direct:
+            largest = max(
+                end - start for placement in self._placements.values() for start, end in placement.shard.buckets
+            )
+            self._staging = [
+                torch.zeros(
+                    largest,
+                    dtype=torch.uint8,
+                    device="cpu" if self._over_host else device,
+                    pin_memory=self._over_host,
+                )
+                for _ in range(IN_FLIGHT)
+            ]
+        self._free = threading.Semaphore(2)
+        self._released: int | None = None
+        self._version: int | None = None
+        self._thread = threading.Thread(target=self._run, name="weight receiver", daemon=True)
+        self._thread.start()
+
+    def release(self, version: int) -> None:
+        """The engine has swapped to `version`: the buffer of the version before may be overwritten."""
+        if self._released is not None:
+            if version != self._released + 1:
+                raise RuntimeError(f"released version {version} after {self._released}")
+            self._free.release()
+        self._released = version
+
+    def join(self, *, timeout_s: float = 20.0) -> None:
+        """Wait for the end of the senders; raises if it does not come in time."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"weight senders {list(self._meta_groups)} did not say the end within {timeout_s:.0f} s")
+
+    def _run(self) -> None:
+        try:
+            with self._stream():
+                while self._receive_version():
+                    pass
+        except Exception as error:
+            self._failed(error)
+
+    def _stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        if self._device.type != "cuda":
+            return nullcontext()
+        torch.cuda.set_device(self._device)
+        return torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    @torch.no_grad()
+    def _receive_version(self) -> bool:
+        version, started, wait_s = None, 0.0, 0.0
+        checksums: list[int] = []
+        slot = 0
+        for sender in self._meta_groups:
+            header = self._header(sender, version)
+            if header == END:
+                version = END
+                continue
+            if version is None:
+                version = header
+                started = time.perf_counter()
+                self._free.acquire()  # unblocked by `release`
+                wait_s = time.perf_counter() - started
+                slot = version % 2
+            receive = self._receive_delta if self._is_delta else self._receive_shard
+            checksums += receive(sender, version, self._buffers[slot])
+        if version == END:
+            return False
+        assert version is not None
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._version = version
+        self.report = ReceiveReport(
+            version=version,
+            num_bytes=sum(placement.shard.num_bytes for placement in self._placements.values()),
+            wait_s=wait_s,
+            receive_s=time.perf_counter() - started - wait_s,
+            received_bytes=self._received_bytes,
+        )
+        self._received_bytes = 0
+        self._deliver(version, self._tensors[slot], checksums)
+        return True
+
+    def _header(self, sender: int, expected: int | None) -> int:
+        header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+        dist.broadcast(header, sender, group=self._meta_groups[sender])
+        layout = self._placements[sender].shard
+        words = read_header(header, layout=layout, manifest_hash=self._hash, sender=sender, rank=self._rank)
+        version, self._is_delta = words.version, words.is_delta
+        if expected is None and version != END and self._version is not None:
+            expected = self._version + 1
+        if expected is not None and version != expected:
+            raise RuntimeError(
+                f"rank {sender} sends weights of version {version}, expected {expected}: a version is never skipped or "
+                "repeated"
+            )
+        return version
+
+    def _receive_shard(self, sender: int, version: int, whole: Tensor) -> list[int]:
+        placement = self._placements[sender]
+        posted: deque[tuple[int, Tensor, dist.Work]] = deque()
+        sums: list[Tensor] = []
+
+        def finish() -> None:
+            bucket, data, work = posted.popleft()
+            work.wait()
+            if bucket == 0 and (came := int(data[:8].view(torch.int64))) != version:
+                raise RuntimeError(f"weights from rank {sender} begin with version {came}, the header said {version}")
+            sums.append(bucket_checksum(data, first=bucket == 0))
+            self._received_bytes += len(data)
+            if not self._direct:
+                start = placement.shard.buckets[bucket][0]
+                for first, last, at in placement.spans(bucket):
+                    whole[at : at + last - first].copy_(data[first - start : last - start])
+
+        for bucket, (start, end) in enumerate(placement.shard.buckets):
+            data = whole[start:end] if self._direct else self._staging[bucket % IN_FLIGHT][: end - start]
+            work = dist.broadcast(data, sender, group=self._payload_groups[sender], async_op=True)
+            posted.append((bucket, data, work))
+            if len(posted) == IN_FLIGHT:
+                finish()
+        while posted:
+            finish()
+        return self._verify(sender, version, torch.stack(sums).tolist())
+
+    def _receive_delta(self, sender: int, version: int, whole: Tensor) -> list[int]:
+        """On top of the version before, which the other buffer holds."""
+        placement, word = self._placements[sender], word_of(self._specs)
+        layout = placement.shard
+        if self._version is None:
+            raise RuntimeError(f"rank {sender} sends a delta of weights {version} to an engine that has none before")
+        base = self._buffers[(version - 1) % 2]
+        table = torch.zeros(len(layout.buckets), 2, dtype=torch.int64)
+        dist.broadcast(table, sender, group=self._meta_groups[sender])
+        payload = torch.zeros(
+            payload_bytes(table, word=word), dtype=torch.uint8, device="cpu" if self._over_host else self._device
+        )
+        for start in range(0, len(payload), layout.bucket_bytes):
+            piece = payload[start : start + layout.bucket_bytes]
+            dist.broadcast(piece, sender, group=self._payload_groups[sender])
+        if (came := int(payload[:8].view(torch.int64))) != version:
+            raise RuntimeError(f"weights from rank {sender} begin with version {came}, the header said {version}")
+        self._received_bytes += len(payload) + table.nbytes
+        for bucket in range(len(layout.buckets)):
+            for first, last, at in placement.spans(bucket):
+                whole[at : at + last - first].copy_(base[at : at + last - first])
+        words = whole.view(word)
+        for positions, new in decode(Delta(table, payload), layout, word=word):
+            words[placement.in_whole(positions, word).to(self._device)] = new.to(self._device)
+        sums = []
+        for bucket, (start, end) in enumerate(layout.buckets):
+            data = torch.zeros(end - start, dtype=torch.uint8, device=self._device)
+            for first, last, at in placement.spans(bucket):
+                data[first - start : last - start].copy_(whole[at : at + last - first])
+            sums.append(bucket_checksum(data, first=bucket == 0))
+        return self._verify(sender, version, torch.stack(sums).tolist())
+
+    def _verify(self, sender: int, version: int, received: list[int]) -> list[int]:
+        trailer = torch.empty(2 + len(received), dtype=torch.int64)
+        dist.broadcast(trailer, sender, group=self._meta_groups[sender])
+        check_sums(
+            trailer, received, layout=self._placements[sender].shard, version=version, sender=sender, rank=self._rank
+        )
+        return received
