@@ -93,8 +93,9 @@ class EngineThread:
         return self.engine.version
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
+    def num_requests(self) -> int:
+        """That have not ended."""
+        return len(self._running) + len(self._held)
 
     async def generate(self, prompt: np.ndarray, sampling: Sampling) -> tuple[Completion, int]:
         """The completion, and the tokens of attempts that were thrown away.

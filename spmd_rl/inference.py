@@ -74,10 +74,7 @@ class InferenceRank:
                 number = message.words["number"]
                 self._engine.pin(message.words["upto"], lambda version, held_s: self._pinned(number, version, held_s))
             case Kind.STATS:
-                stats = self._engine.stats
-                words = {"busy_s": stats.busy_s, "pause_s": stats.pause_s, "steps": stats.steps, "tokens": stats.tokens}
-                words |= {"running": self._engine.num_running, "waiting": len(self._episodes), "swaps": stats.swaps}
-                self._send(Message(Kind.STATS, {"number": message.words["number"], "stats": words}))
+                self._send(Message(Kind.STATS, {"number": message.words["number"], "stats": self._counts()}))
             case Kind.STOP:
                 self.stopped.set()
 
@@ -86,6 +83,16 @@ class InferenceRank:
         self._engine.close(timeout_s)
         self._may_swap.release()
         self._receiver.join(timeout_s=timeout_s)
+
+    def _counts(self) -> dict[str, float]:
+        engine, stats = self._engine.engine, self._engine.stats
+        return {
+            **{name: getattr(stats, name) for name in ("busy_s", "pause_s", "steps", "tokens", "swaps")},
+            "running": engine.num_running,
+            "waiting": max(0, self._engine.num_requests - engine.num_running),
+            "kv_used": engine.kv_used,
+            "version": engine.version,
+        }
 
     def _finished(self, rollout: Rollout) -> None:
         packed = packing.pack([rollout])

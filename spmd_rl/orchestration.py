@@ -117,7 +117,6 @@ async def run_orchestrator(
         steps=config.run.steps,
         max_staleness=config.staleness.max_staleness,
         bound=config.age_bound,
-        num_engines=len(world.topology.engines),
         decode=tokenizer.decode,
         say=lambda line: print(line, flush=True),
     )

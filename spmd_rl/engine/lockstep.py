@@ -47,6 +47,10 @@ class Leader:
     def num_waiting(self) -> int:
         return self._engine.num_waiting
 
+    @property
+    def kv_used(self) -> float:
+        return self._engine.kv_used
+
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         self._engine.submit(request_id, prompt, sampling)  # first, for it may refuse
         self._plan.append(["submit", request_id, prompt.tolist(), asdict(sampling)])

@@ -82,6 +82,11 @@ class NativeEngine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def kv_used(self) -> float:
+        held = sum(len(sequence.tokens) for sequence in list(self._running.values()))
+        return held / (self._max_slots * self._max_seq_len)
+
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
         if request_id in self._waiting or request_id in self._running:

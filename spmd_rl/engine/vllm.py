@@ -145,6 +145,10 @@ class VllmEngine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def kv_used(self) -> float:
+        return self._engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
+
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
         if request_id in self._waiting or request_id in self._running:

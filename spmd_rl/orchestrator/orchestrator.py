@@ -28,6 +28,7 @@ from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator import state as saved_state
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.dispatcher import Dispatcher
+from spmd_rl.orchestrator.engine_pool import EnginePool
 from spmd_rl.orchestrator.eval_runner import EvalRunner
 from spmd_rl.orchestrator.failure_rate import FailureRate
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
@@ -120,6 +121,7 @@ class Orchestrator:
         self._first_version, self._last_version = version, config.run.steps
 
         self.policy = Policy(version)
+        self.pool = EnginePool(engines=links.engines, work=links.work, cancel=links.cancel)
         adaptive = AdaptiveAdmission(
             max_staleness=staleness.max_staleness, batch_size=rollout.batch_size, target_idle=staleness.target_idle
         )
@@ -138,9 +140,9 @@ class Orchestrator:
             tasks=tasks,
             gate=self.gate,
             policy=self.policy,
-            submit=self._submit,
+            submit=self.pool.submit,
             group_size=rollout.group_size,
-            cancel=self._cancel,
+            cancel=self.pool.cancel,
         )
         advantage = ADVANTAGES[trainer.advantage]
 
@@ -177,7 +179,7 @@ class Orchestrator:
         self.evals = EvalRunner(
             tasks=eval_tasks,
             samples=config.eval.samples,
-            submit=self._submit,
+            submit=self.pool.submit,
             version=lambda: self.policy.version,
             solved_at=config.eval.solved_at,
         )
@@ -197,9 +199,6 @@ class Orchestrator:
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
         self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
         self._failures = FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
-        self._load = dict.fromkeys(links.engines, 0)  # rollouts in flight by engine
-        self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
-        self._left: dict[tuple[str, int], int] = {}  # their members that have not ended
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
         self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
@@ -235,11 +234,7 @@ class Orchestrator:
     # ---- answers of other ranks
 
     def rollout_ended(self, rollout: Rollout) -> None:
-        key = (rollout.purpose, rollout.group_id)
-        self._load[self._engine_of[key]] -= 1
-        self._left[key] -= 1
-        if not self._left[key]:
-            del self._left[key], self._engine_of[key]
+        self.pool.ended(rollout)
         self._failures.add(rollout)
         if rollout.failed and rollout.error != CANCELLED:
             self._report.failed(rollout)
@@ -331,13 +326,15 @@ class Orchestrator:
             await self._evaluate_beside(self._config.staleness.max_concurrent)
         elif self._evaluation_was_cut():
             self._evaluate_beside(self._config.eval_concurrent)
-        self._report.training_begins(await self._count_engines())
+        await self._count_engines()
+        self._report.training_begins()
         self._recording = self._later(self._record_steps())
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.path.collect())
             await self._ship()
-            self._report.last_batch_formed(await self._count_engines())
+            await self._count_engines()
+            self._report.engines.mark()
             await asyncio.wait({self._recording})
             self.dispatcher.close()  # drain: what is in flight ends, is judged and saved
         self._finishing = self._later(self._finish_training(export=True))
@@ -346,7 +343,7 @@ class Orchestrator:
             await self._evaluate_beside(self._config.staleness.max_concurrent)
         self.path.leave_over()
         self.metrics.tick()
-        self.ledger.generate(int((await self._count_engines())["tokens"]) - self.evals.sampled_tokens)
+        self.ledger.generate(await self._count_engines() - self.evals.sampled_tokens)
         self.ledger.assert_tokens_closed()
 
     async def _finish_training(self, *, export: bool) -> None:
@@ -432,7 +429,7 @@ class Orchestrator:
             "queue/out_depth": self.dispatcher.output_depth + self.sink.num_waiting // self._config.rollout.group_size,
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
-            **self._report.engine_rates(),
+            **self._report.engines.rates(),
             "data/drawn": self._tasks.cursor,
             "data/passed_over": self._tasks.num_passed_over,
             **{f"data/{name}": value for name, value in self._difficulty.summary().items()},
@@ -448,17 +445,6 @@ class Orchestrator:
         self._later(self._audit_tokens())
 
     # ---- engines
-
-    def _submit(self, work: GroupWork) -> None:
-        """To the engine with the fewest rollouts in flight."""
-        engine = min(self._load, key=self._load.__getitem__)
-        self._load[engine] += work.size
-        self._engine_of[work.purpose, work.group_id] = engine
-        self._left[work.purpose, work.group_id] = work.size
-        self._links.work(engine, work)
-
-    def _cancel(self, work: GroupWork) -> None:
-        self._links.cancel(self._engine_of[work.purpose, work.group_id], work)
 
     async def _announced(self) -> int | None:
         """Waits until every trainer has made the next version."""
@@ -495,6 +481,9 @@ class Orchestrator:
             "weights/pause_s": max(load.pause_s for load in loads),
             "weights/verified_engines": len(loads),
         }
+        if len(self._links.engines) > 1:
+            by_rank = dict(zip(self._links.holders, loads, strict=True))
+            values |= {f"engine/rank{rank}/pause_s": by_rank[rank].pause_s for rank in self._links.engines}
 
     async def _let_take(self, version: int) -> None:
         """Tell engines to take a version, where they wait for that.  Waits for its folder, where it comes by disk."""
@@ -516,19 +505,20 @@ class Orchestrator:
             )
         return sends, loads
 
-    async def _count_engines(self) -> dict[str, float]:
-        """Counters of all engines, added up.  Waits for their answers."""
+    async def _count_engines(self) -> int:
+        """Tokens that all engines have sampled.  Waits for their counters."""
         self._num_stats += 1
         self._links.stats(number := self._num_stats)
-        answers = await self._stats.all(number)
-        totals = {name: sum(answer[name] for answer in answers) for name in answers[0]}
-        self._report.engines_counted(totals)
-        return totals
+        answers = dict(zip(self._links.engines, await self._stats.all(number), strict=True))
+        self._report.engines.count(
+            {rank: {**counts, "rollouts": self.pool.ended_by[rank]} for rank, counts in answers.items()}
+        )
+        return sum(int(counts["tokens"]) for counts in answers.values())
 
     async def _audit_tokens(self) -> None:
         """No token is accounted for that no engine has counted.  Waits for the engines' answers."""
         accounted = self.ledger.accounted_tokens + self.evals.sampled_tokens
-        self.ledger.assert_generated(accounted, int((await self._count_engines())["tokens"]))
+        self.ledger.assert_generated(accounted, await self._count_engines())
 
     async def _compare_probe(self, version: int) -> None:
         """Mismatch of engines and trainers on the same tokens at the same version.  Waits for their scores."""
@@ -610,7 +600,7 @@ class Orchestrator:
         }
 
     def _emit_interval(self, values: dict[str, float]) -> None:
-        self._recorder.write("interval", self.policy.version, values | self._report.engine_rates())
+        self._recorder.write("interval", self.policy.version, values | self._report.engines.rates())
         self._later(self._audit_tokens())
 
 

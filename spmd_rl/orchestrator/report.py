@@ -1,6 +1,6 @@
 """What a person sees: a line a step, a table at the end, a summary on disk, and which stage was the bottleneck.
 
-Given the numbers of each step and the engines' counters.  Idle shares leave out filling and emptying the pipeline: the
+Given the numbers of each step and the engines' figures.  Idle shares leave out filling and emptying the pipeline: the
 trainer's run from its first batch on, the engines' from the first admission until the last batch was formed.
 Knows nothing of queues or ranks.
 """
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from spmd_rl.bounds import Bound
 from spmd_rl.orchestrator.ages import AgeStats
+from spmd_rl.orchestrator.engine_figures import EngineFigures
 from spmd_rl.orchestrator.eval_sink import EvalReport
 from spmd_rl.types import Batch, Rollout
 
@@ -63,7 +64,6 @@ class Report:
         steps: int,
         max_staleness: int,
         bound: Bound,
-        num_engines: int,
         decode: Callable[[np.ndarray], str],
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
@@ -72,15 +72,14 @@ class Report:
         self.ages = AgeStats()
         self.version = 0
         self._steps, self._max_staleness, self._bound = steps, max_staleness, bound
-        self._num_engines, self._decode, self._clock = num_engines, decode, clock
+        self.engines = EngineFigures(clock=clock)
+        self._decode, self._clock = decode, clock
         self._started = clock()
         self._step_times: list[float] = []
         self._rewards: list[float] = []
         self._waits: list[tuple[float, float]] = []  # (waited, worked) seconds of each batch
         self._trained_tokens = 0.0
         self._parked_s = 0.0
-        self._counters: list[tuple[float, dict[str, float]]] = []  # the two newest, with their times
-        self._window: list[tuple[float, dict[str, float]]] = []  # at the first admission, at the last batch
         self._evals: list[tuple[int, EvalReport, list[Rollout]]] = []
         self._failures: Counter[str] = Counter()  # rollouts by what they failed of
         self._probe: dict[str, float] = {}
@@ -88,29 +87,10 @@ class Report:
 
     # ---- while it goes on
 
-    def engines_counted(self, totals: dict[str, float]) -> None:
-        self._counters = [*self._counters[-1:], (self._clock(), totals)]
-
-    def training_begins(self, totals: dict[str, float]) -> None:
-        self._window = [(self._clock(), totals)]
+    def training_begins(self) -> None:
+        """Right after a count of the engines."""
+        self.engines.mark()
         self._step_times = [self._clock()]
-
-    def last_batch_formed(self, totals: dict[str, float]) -> None:
-        self._window.append((self._clock(), totals))
-
-    def engine_rates(self) -> dict[str, float]:
-        """Between the two newest counts."""
-        if len(self._counters) < 2:
-            return {}
-        (before, old), (after, new) = self._counters
-        seconds = max(after - before, 1e-9)
-        busy = (new["busy_s"] - old["busy_s"]) / (seconds * self._num_engines)
-        return {
-            "engine/tokens_per_s": (new["tokens"] - old["tokens"]) / seconds,
-            "engine/idle": max(0.0, 1.0 - busy),
-            "engine/running": new["running"],
-            "engine/waiting": new["waiting"],
-        }
 
     def step(self, version: int, values: dict[str, float]) -> None:
         self.version = version
@@ -119,7 +99,7 @@ class Report:
         self._waits.append((values["trainer/wait_s"], values["trainer/step_s"]))
         self._trained_tokens += values["trainer/tokens"]
         self._parked_s += values["time/parked_s"]
-        rates = self.engine_rates()
+        rates = self.engines.rates()
         recent = self._step_times[-6:]
         left_s = (recent[-1] - recent[0]) / max(1, len(recent) - 1) * (self._steps - version)
         bound = "" if self._bound.age is None else f" (bound {self._bound.age})"
@@ -160,17 +140,9 @@ class Report:
         worked = sum(work for _, work in self._waits)
         return waited / (waited + worked) if worked else None
 
-    @property
-    def engine_idle(self) -> float | None:
-        """Share of their time, while there were batches to fill, that engines had nothing to do."""
-        if len(self._window) < 2:
-            return None
-        (begin, old), (end, new) = self._window
-        return max(0.0, 1.0 - (new["busy_s"] - old["busy_s"]) / (max(end - begin, 1e-9) * self._num_engines))
-
     def bottleneck(self) -> tuple[str, str]:
         """Which stage, and what to change: one knob at a time."""
-        return diagnose(self.trainer_idle, self.engine_idle, max_staleness=self._max_staleness)
+        return diagnose(self.trainer_idle, self.engines.idle, max_staleness=self._max_staleness)
 
     def summary(
         self, status: str, ledger: dict[str, object], lengths: dict[str, dict[str, float]], error: str = ""
@@ -194,7 +166,8 @@ class Report:
             "age_bound_line": self._bound.line,
             "max_staleness": self._max_staleness,
             "trainer_idle": self.trainer_idle,
-            "engine_idle": self.engine_idle,
+            "engine_idle": self.engines.idle,
+            "engines": self.engines.summary(),
             "parked_s": self._parked_s,
             "probe_kl_max": self._worst_probe if self._probe else None,
             "tokens_trained": self._trained_tokens,
@@ -232,6 +205,7 @@ class Report:
                 f"{summary['max_staleness']}, bound {bound})"
             ),
             "idle trainer / engine": f"{_share(summary['trainer_idle'])} / {_share(summary['engine_idle'])}",
+            **_shares_of_engines(summary["engines"]),
             **dropped,
             "mismatch KL, probe": number(summary["probe_kl_max"], ".1e"),
             "bottleneck": f"{summary['bottleneck']}: {summary['advice']}",
@@ -282,6 +256,19 @@ def eval_texts(rollouts: Sequence[Rollout], decode: Callable[[np.ndarray], str])
         }
         for r in rollouts
     ]
+
+
+def _shares_of_engines(engines: Mapping[str, Mapping[str, float | None]]) -> dict[str, str]:
+    """Where there are several: which one made most of the rollouts, which least."""
+    if len(engines) < 2:
+        return {}
+    total = max(sum(engine["rollouts"] for engine in engines.values()), 1)
+    ordered = sorted(engines.items(), key=lambda item: -item[1]["rollouts"])
+    shares = [
+        f"{name} {_share(engine['rollouts'] / total)} (idle {_share(engine['idle'])})"
+        for name, engine in (ordered[0], ordered[-1])
+    ]
+    return {f"rollouts of {len(engines)} engines": f"most {shares[0]}, least {shares[1]}"}
 
 
 def diagnose(trainer_idle: float | None, engine_idle: float | None, *, max_staleness: int) -> tuple[str, str]:

@@ -182,7 +182,7 @@ def test_a_cancelled_caller_frees_its_slot_and_learns_what_it_cost(num_cancels: 
     tokens, thread, engine = _play(script)
     assert tokens in (2, 3)  # the step that ran when it was cancelled counts; a third may have begun
     assert not engine.running
-    assert thread.num_running == 0
+    assert thread.num_requests == 0
     assert thread.stats.tokens == tokens
 
 

@@ -216,7 +216,7 @@ def test_any_interleaving_leaves_each_token_with_the_version_that_sampled_it(fol
             for masked, turn in itertools.groupby(range(len(mask := rollout.loss_mask)), key=lambda t: bool(mask[t])):
                 assert not masked or len({int(rollout.versions[t]) for t in turn}) == 1
     assert bench.thread.stats.tokens == sum(r.num_sampled + r.num_wasted_tokens for r in rollouts)
-    assert bench.thread.num_running == 0
+    assert bench.thread.num_requests == 0
 
 
 def test_a_slow_tool_call_across_two_updates_is_stamped_with_the_versions_before_and_after(folders, models):

@@ -1,0 +1,83 @@
+"""What the counters of engines say: figures of all of them together and, where there are several, of each.
+
+Given every engine's counters now and then.  Knows nothing of ranks but their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+SPAN_S = 1.0  # that rates are taken over, at least: a shorter one says nothing
+Counts = Mapping[int, Mapping[str, float]]  # an engine's counters, by the rank that leads it
+
+
+class EngineFigures:
+    """`count` whenever there are new counters; `rates` while the run goes on, `idle` and `summary` at its end."""
+
+    def __init__(self, *, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._counted: list[tuple[float, Counts]] = []  # with their times; the newest, and back to SPAN_S before it
+        self._window: list[tuple[float, Counts]] = []  # at the first admission, at the last batch
+
+    def count(self, counts: Counts) -> None:
+        now = self._clock()
+        self._counted.append((now, counts))
+        while len(self._counted) > 2 and now - self._counted[1][0] >= SPAN_S:
+            del self._counted[0]
+
+    def mark(self) -> None:
+        """At the newest count the window begins in which there are batches to fill; called again, it ends."""
+        self._window = [*self._window[:1], self._counted[-1]]
+
+    def rates(self) -> dict[str, float]:
+        """Metrics of the last second or more."""
+        if len(self._counted) < 2:
+            return {}
+        each = _between(self._counted[0], self._counted[-1])
+        total = _together(list(each.values()))
+        several = each if len(each) > 1 else {}
+        return {f"engine/{name}": value for name, value in total.items()} | {
+            f"engine/rank{rank}/{name}": value for rank, own in several.items() for name, value in own.items()
+        }
+
+    @property
+    def idle(self) -> float | None:
+        """Share of their time, within the window, that engines had nothing to do."""
+        return _together(list(_between(*self._window).values()))["idle"] if len(self._window) == 2 else None
+
+    def summary(self) -> dict[str, dict[str, float | None]]:
+        """Each engine over the run."""
+        within = _between(*self._window) if len(self._window) == 2 else {}
+        return {
+            f"rank{rank}": {
+                "rollouts": counts["rollouts"],
+                "tokens": counts["tokens"],
+                "idle": within[rank]["idle"] if within else None,
+                "updates": counts["swaps"],
+                "mean_pause_s": counts["pause_s"] / max(counts["swaps"], 1),
+            }
+            for rank, counts in (self._counted[-1][1] if self._counted else {}).items()
+        }
+
+
+def _between(first: tuple[float, Counts], last: tuple[float, Counts]) -> dict[int, dict[str, float]]:
+    """Figures of each engine between two counts."""
+    (before, old), (after, new) = first, last
+    seconds = max(after - before, 1e-9)
+    return {
+        rank: {
+            "tokens_per_s": (counts["tokens"] - old[rank]["tokens"]) / seconds,
+            "idle": max(0.0, 1.0 - (counts["busy_s"] - old[rank]["busy_s"]) / seconds),
+            **{name: counts[name] for name in ("rollouts", "running", "waiting", "kv_used", "version")},
+        }
+        for rank, counts in new.items()
+    }
+
+
+def _together(each: list[dict[str, float]]) -> dict[str, float]:
+    how = {"tokens_per_s": sum, "running": sum, "waiting": sum, "idle": _mean, "kv_used": max}
+    return {name: combine([own[name] for own in each]) for name, combine in how.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
