@@ -63,7 +63,7 @@ class Dispatcher:
         self._fetcher: asyncio.Future[None] | None = None
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._closed = False
+        self._closed = self._abandoned = False
         self.next_ticket = 0
         self.next_group = 0
         self.in_flight = 0
@@ -103,7 +103,7 @@ class Dispatcher:
         pending.members[rollout.sample] = rollout
         pending.num_running -= 1
         self.in_flight -= 1
-        if pending.num_running == 0:
+        if pending.num_running == 0 and not self._abandoned:
             del self._pending[rollout.group_id]
             work = pending.work
             self._output.append(
@@ -155,6 +155,11 @@ class Dispatcher:
         self._gate.close()
         self._resumed.set()
         self._wake_fetcher()
+
+    def abandon(self) -> None:
+        """After `close`: what has not ended stays unfinished, whatever becomes of it, and nobody waits for it."""
+        self._abandoned = True
+        self._gate.abandon()
 
     def abort(self, group_id: int) -> None:
         """Have the running members of a group cancelled; they still end one by one."""

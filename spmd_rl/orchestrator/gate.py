@@ -49,6 +49,7 @@ class Gate:
         self.consumed = 0  # taken into batches, since version 0
         self.admitted_since_update = 0  # less what was given up; at most (S + 1)·B
         self.closed = False
+        self._abandoned = False
         self._policy = policy
         self._room = {"admission": self._room_for_admission, "ship": self._room_for_ship}[mode]
         self._bounded = mode == "admission"
@@ -95,7 +96,7 @@ class Gate:
     async def idle(self, num: int) -> None:
         """Wait until nothing runs and not even `num` rollouts may be admitted: all that this version starts has ended.
 
-        Unblocked by settle, give_back and close.
+        Unblocked by settle, give_back, close and abandon.
         """
         self._smallest = num
         if not self._is_idle():
@@ -142,6 +143,11 @@ class Gate:
         self.closed = True
         self._wake()
 
+    def abandon(self) -> None:
+        """After `close`: nothing waits any more for what runs."""
+        self._abandoned = True
+        self._wake()
+
     def restore(self, *, accepted: int, running: int) -> None:
         """State of a resumed run: accepted = version·B + finished slots, running = slots of unfinished groups."""
         self.accepted, self.running = accepted, running
@@ -175,7 +181,7 @@ class Gate:
             raise RuntimeError(f"accepted + running = {self.accepted + self.running} > (S + version + 1)·B: {self}")
 
     def _is_idle(self) -> bool:
-        return not self.running and (self.closed or self.capacity() < self._smallest)
+        return self._abandoned or (not self.running and (self.closed or self.capacity() < self._smallest))
 
     def _wake(self) -> None:
         if self._idle_waiter is not None and self._is_idle():

@@ -312,6 +312,7 @@ class Orchestrator:
         await asyncio.wait({collecting, *self._evaluations}, timeout=drain_s)
         if collecting.done():
             collecting.result()
+        self.dispatcher.abandon()
         for task in (collecting, *self._evaluations):
             task.cancel()
         await self.policy.reached(self._last_shipped + 1)

@@ -56,13 +56,18 @@ def test_a_second_signal_ends_at_once_and_hanging_episodes_cannot_hold_a_stop(tm
 
 
 @pytest.mark.full
-def test_what_hangs_is_saved_as_unfinished_and_runs_again(tmp_path):
-    settings = ["eval.every=-1", "staleness.order=completion"]
-    hanging = ["run.steps=1000", "run.shutdown_s=6", *failing("wait", each=100)]
+@pytest.mark.parametrize(
+    ("on_update", "each"),
+    [("continue", 100), ("drain", 300)],  # under drain version 3 would wait for ever
+)
+def test_what_hangs_is_saved_as_unfinished_and_runs_again(tmp_path, on_update, each):
+    settings = ["eval.every=-1", "staleness.order=completion", f"staleness.on_update={on_update}"]
+    hanging = ["run.steps=1000", "run.shutdown_s=6", *failing("wait", each=each)]
     with LiveJob(tmp_path, *settings, *hanging) as job:
         job.wait_for(r"step +2/")
         job.send(signal.SIGTERM)
         job.wait()
+    assert summary(tmp_path)["status"] == "stopped"
     version, folder = checkpoint.newest(tmp_path / "checkpoints")
     words, _ = checkpoint.load_orchestrator(folder)
     assert words["path"]["unfinished"]

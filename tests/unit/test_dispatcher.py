@@ -173,6 +173,26 @@ def test_unfinished_groups_run_again_under_their_tickets_and_the_version_of_now(
     run_virtual(main())
 
 
+def test_what_is_abandoned_stays_unfinished_though_it_ends_and_holds_up_no_version():
+    async def main():
+        dispatcher, gate, _, submitted = make()
+        running = asyncio.create_task(dispatcher.run())
+        await turn()
+        idle = asyncio.create_task(gate.idle(2))
+        dispatcher.close()
+        await turn()
+        assert not idle.done()
+        dispatcher.abandon()
+        for sample in (0, 1):
+            dispatcher.finished(fakes.rollout(submitted[0], sample))
+        await idle
+        assert dispatcher.fetch_nowait() is None and dispatcher.in_flight == 2
+        assert dispatcher.state().unfinished == submitted and dispatcher.state().wasted_tokens == 2
+        await running
+
+    run_virtual(main())
+
+
 def test_a_rollout_has_not_finished_before_the_version_that_sampled_it():
     async def main():
         dispatcher, _, policy, submitted = make()
