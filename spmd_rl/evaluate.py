@@ -17,6 +17,7 @@ from spmd_rl import envs
 from spmd_rl.config import Config
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine_thread import EngineThread
+from spmd_rl.folders import check_writable
 from spmd_rl.inference import make_episodes
 from spmd_rl.model import build, engine_dtype
 from spmd_rl.orchestrator.eval_runner import EvalRunner
@@ -32,18 +33,26 @@ def evaluate(config: Config, out: Path | None) -> int:
     """Print the report of `config.model.path`, and write it with all texts to `out`; exit code 0."""
     if not Path(config.model.path).is_dir():
         raise ValueError(f"no model folder {config.model.path}")
+    if out is not None:
+        if out.is_dir():
+            raise ValueError(f"--out {out}: is a folder; name a file")
+        check_writable(out)
     report, texts = asyncio.run(_run(config))
     for line in table(report):
         print(line, flush=True)
     if out is not None:
         content = {"model": config.model.path, **eval_values(report), "rollouts": texts}
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, json.dumps(content, indent=1))
     return 0
 
 
 async def _run(config: Config) -> tuple[EvalReport, list[dict[str, object]]]:
     """Waits for the rollouts, or for the engine to fail."""
+    tokenizer = Tokenizer(config.model.path)
+    tasks = {}
+    for name, env in config.env.items():
+        made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
+        tasks[name] = list(itertools.islice(made.tasks(config.run.seed, "eval"), config.eval.num_tasks))
     loop = asyncio.get_running_loop()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = engine_dtype(config.model.dtype, device)
@@ -62,11 +71,6 @@ async def _run(config: Config) -> tuple[EvalReport, list[dict[str, object]]]:
         loop=loop,
         failed=lambda error: loop.call_soon_threadsafe(failure.set_exception, error),
     )
-    tokenizer = Tokenizer(config.model.path)
-    tasks = {}
-    for name, env in config.env.items():
-        made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
-        tasks[name] = list(itertools.islice(made.tasks(config.run.seed, "eval"), config.eval.num_tasks))
     runner = EvalRunner(
         tasks=tasks,
         samples=config.eval.samples,

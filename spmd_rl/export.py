@@ -13,6 +13,7 @@ import torch
 
 from spmd_rl import checkpoint
 from spmd_rl import config as config_module
+from spmd_rl.folders import check_writable
 from spmd_rl.model import build
 from spmd_rl.run_dir import RunDir
 from spmd_rl.trainer.export import export as write
@@ -26,6 +27,7 @@ def export(run: Path, folder: Path, step: int | None, dtype: str) -> int:
         raise ValueError(f"{run}: not a run directory, it has no {run_dir.config.name}")
     if folder.exists():
         raise ValueError(f"{folder} exists already")
+    check_writable(folder)
     config = config_module.load(run_dir.config)
     if config.lora.rank:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A folder that is complete or absent."""
+"""A folder that is complete or absent, and whether one can be written at all."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def written_aside(folder: Path) -> Iterator[Path]:
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_writable(path: Path) -> None:
+    """Make the folders above `path`; ValueError where nothing can be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror}") from error

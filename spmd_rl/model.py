@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -156,7 +157,10 @@ AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 def load_config(folder: str | Path) -> PretrainedConfig:
     """The architecture in a local folder; refuses by name what our head or attention would compute wrongly."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: no model folder: {str(error).splitlines()[0]}") from error
     text = config.get_text_config()
     refused = {
         "final_logit_softcapping": getattr(text, "final_logit_softcapping", None) is not None,
@@ -189,10 +193,7 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
     """The model in a folder, in eval mode.  weights=False: parameters on the meta device, only their shapes."""
     config = load_config(folder)
     if weights:
-        disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
-        ).to(device)
+        model = _load(folder, config, dtype).to(device)
     else:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
@@ -200,6 +201,27 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(f"{folder}: a head with a bias is not supported")
     return model.eval()
+
+
+def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """With its weights; ValueError where the folder has not all of them."""
+    disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder}: its weights cannot be read: {str(error).splitlines()[0]}") from error
+    wrong = sorted(info["missing_keys"]) + sorted(str(key) for key, *_ in info["mismatched_keys"])
+    if wrong:  # transformers would go on with random ones
+        raise ValueError(f"{folder}: weights missing or of another shape than config.json says: {', '.join(wrong[:3])}")
+    return model
 
 
 def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:

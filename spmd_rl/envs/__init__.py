@@ -7,7 +7,9 @@ the environment's own name are filled in by whoever calls `rollout`.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import itertools
 import pkgutil
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +22,8 @@ from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Completion, Rollout, Task
 
 Data = Mapping[str, object]  # of a task
+HELD_OUT = 5  # one in so many generated tasks is evaluated and never trained on
+MOST_MISSES = 10_000  # tasks in a row that belong to another split
 
 
 class Generate(Protocol):
@@ -65,11 +69,29 @@ def judged(
     return rollout
 
 
-def drawn(seed: int, split: str, draw: Callable[[random.Random], Task]) -> Iterator[Task]:
+def drawn(
+    seed: int,
+    split: str,
+    draw: Callable[[random.Random], Task],
+    *,
+    key: Callable[[Task], str] | None = None,  # as in `of_split`; None: the splits share their tasks
+) -> Iterator[Task]:
     """An endless stream of tasks, each drawn from a generator that seed and split begin."""
     rng = random.Random(f"{split} {seed}")
-    while True:
-        yield draw(rng)
+    tasks = (draw(rng) for _ in itertools.count())
+    return of_split(tasks, split, key) if key else tasks
+
+
+def of_split(tasks: Iterator[Task], split: str, key: Callable[[Task], str]) -> Iterator[Task]:
+    """Those of an endless stream that belong to a split: the hash of its key decides it, so none is in both."""
+    misses = 0
+    for task in tasks:
+        digest = hashlib.blake2b(key(task).encode(), digest_size=8).digest()
+        if (int.from_bytes(digest, "big") % HELD_OUT == 0) == (split == "eval"):
+            misses = 0
+            yield task
+        elif (misses := misses + 1) == MOST_MISSES:
+            raise ValueError(f"no task of the split {split!r} among {misses}: there are too few different ones")
 
 
 def check_tasks(name: str, environment: Environment, *, seed: int, splits: Iterable[str]) -> None:

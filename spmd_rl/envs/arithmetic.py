@@ -1,7 +1,7 @@
 """Sums and products of two numbers, drawn at random.
 
 A chat model answers in sentences, so the last number of the reply is judged; demanding that the whole reply be the
-number gives small models no reward to begin with.
+number gives small models no reward to begin with.  One pair of numbers in five is evaluated and never trained on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Arithmetic:
         self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout
 
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
-        return drawn(seed, split, self._draw)
+        return drawn(seed, split, self._draw, key=self._pair)
 
     def prompt(self, data: Mapping[str, object]) -> Messages:
         return [
@@ -50,6 +50,11 @@ class Arithmetic:
 
     def reward(self, data: Mapping[str, object], reply: str) -> float:
         return last_number_equals(reply, data["answer"])
+
+    def _pair(self, task: Task) -> str:
+        """The two numbers, of which 3 + 8 and 8 + 3 are the same."""
+        numbers = str(task.data["question"]).split(f" {self._operation} ")
+        return " ".join(numbers if self._operation == "-" else sorted(numbers))
 
     def _draw(self, rng: random.Random) -> Task:
         a, b = rng.choice(self._range), rng.choice(self._range)

@@ -49,7 +49,7 @@ class Calculator:
         self._max_calls, self._tool_role, self._on_rewrite = max_calls, tool_role, on_rewrite
 
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
-        return drawn(seed, split, self._draw)
+        return drawn(seed, split, self._draw, key=lambda task: task.task_id)
 
     async def rollout(self, task: Task, generate: Generate) -> Rollout:
         question = {"role": "user", "content": f"What is {task.data['expression']}?"}

@@ -31,13 +31,9 @@ class Choice:
         answer: str = "answer",  # column
         prompt: str = "{question}\n{choices}\nReply with the letter of the right answer.",
     ) -> None:
-        self.tasks = Dataset(
-            path=path,
-            fields={"question": question, "choices": choices, "answer": answer},
-            eval_path=eval_path,
-            holdout=holdout,
-            max_epochs=max_epochs,
-        ).tasks
+        fields = {"question": question, "choices": choices, "answer": answer}
+        rows = Dataset(path=path, fields=fields, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs)
+        self.tasks = rows.tasks
         self._prompt = prompt
         self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout
 

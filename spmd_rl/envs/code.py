@@ -32,13 +32,9 @@ class Code:
         memory_mib: int = 1024,  # of a run
         num_processes: int = 4,  # runs at a time, per inference rank
     ) -> None:
-        self.tasks = Dataset(
-            path=path,
-            fields={"question": question, "tests": tests},
-            eval_path=eval_path,
-            holdout=holdout,
-            max_epochs=max_epochs,
-        ).tasks
+        fields = {"question": question, "tests": tests}
+        rows = Dataset(path=path, fields=fields, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs)
+        self.tasks = rows.tasks
         self._prompt, self._partial = prompt, partial
         self._sandbox = Sandbox(num=num_processes, timeout_s=timeout_s, memory_bytes=memory_mib << 20)
         self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout

@@ -30,7 +30,7 @@ class Guess:
         self._tokenizer, self._most, self._max_turns, self._on_rewrite = tokenizer, most, max_turns, on_rewrite
 
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
-        return drawn(seed, split, self._draw)
+        return drawn(seed, split, self._draw, key=lambda task: task.task_id)
 
     async def rollout(self, task: Task, generate: Generate) -> Rollout:
         start = f"I think of a number from 1 to {self._most}. Guess it. Reply with one number; I say higher or lower."

@@ -42,13 +42,9 @@ class PythonTool:
         tool_role: str = "user",  # of the output's message; "tool" where the chat template knows it
         on_rewrite: str = "segment",  # as in spmd_rl.envs.chat
     ) -> None:
-        self.tasks = Dataset(
-            path=path,
-            fields={"question": question, "answer": answer},
-            eval_path=eval_path,
-            holdout=holdout,
-            max_epochs=max_epochs,
-        ).tasks
+        fields = {"question": question, "answer": answer}
+        rows = Dataset(path=path, fields=fields, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs)
+        self.tasks = rows.tasks
         self._tokenizer, self._mark, self._max_calls = tokenizer, answer_after, max_calls
         self._tool_role, self._on_rewrite = tool_role, on_rewrite
         self._sandbox = Sandbox(num=num_processes, timeout_s=timeout_s, memory_bytes=memory_mib << 20)

@@ -42,13 +42,9 @@ class Questions:
     ) -> None:
         if judge not in JUDGES:
             raise ValueError(f"questions: judge = {judge!r}: must be one of {', '.join(JUDGES)}")
-        self.tasks = Dataset(
-            path=path,
-            fields={"question": question, "answer": answer},
-            eval_path=eval_path,
-            holdout=holdout,
-            max_epochs=max_epochs,
-        ).tasks
+        fields = {"question": question, "answer": answer}
+        rows = Dataset(path=path, fields=fields, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs)
+        self.tasks = rows.tasks
         self._mark, self._judge, self._tolerance = answer_after, judge, tolerance
         self._prompt, self._system, self._form = prompt, system, form
         self._workers = Workers(timeout_s=timeout_s)

@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from spmd_rl.envs import Data
+from spmd_rl.envs import Data, of_split
 from spmd_rl.envs.single_turn import SingleTurn
 from spmd_rl.rewards import between, numbers
 from spmd_rl.tokenizer import Messages, Tokenizer
@@ -54,6 +54,9 @@ class ReasoningGym:
         self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout
 
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
+        return of_split(self._generated(seed, split), split, lambda task: str(task.data["question"]))
+
+    def _generated(self, seed: int, split: str) -> Iterator[Task]:
         base = random.Random(f"{split} {seed}").getrandbits(31)
         dataset = _dataset(self._name, self._settings, base)
         for index in itertools.cycle(range(len(dataset))):

@@ -6,8 +6,10 @@ import pytest
 
 from spmd_rl import envs, tiny_model
 from spmd_rl.envs.arithmetic import Arithmetic
+from spmd_rl.envs.calculator import Calculator
 from spmd_rl.envs.echo import Echo
 from spmd_rl.envs.fraction import Fraction
+from spmd_rl.envs.guess import Guess
 from spmd_rl.envs.lookup import Lookup
 from spmd_rl.envs.single_turn import SingleTurn
 from spmd_rl.tokenizer import Tokenizer
@@ -82,9 +84,36 @@ def test_seed_and_split_alone_decide_the_tasks(tokenizer, cls):
 
 def test_one_task_id_is_one_task(tokenizer):
     data = {}
-    for task in islice(Arithmetic(tokenizer=tokenizer).tasks(0, "train"), 2000):
-        assert data.setdefault(task.task_id, task.data) == task.data
+    for split in ("train", "eval"):
+        for task in islice(Arithmetic(tokenizer=tokenizer).tasks(0, split), 2000):
+            assert data.setdefault(task.task_id, task.data) == task.data
     assert len(data) == 100
+
+
+@pytest.mark.parametrize(
+    ("cls", "args"),
+    [(Arithmetic, {}), (Arithmetic, {"operation": "-"}), (Guess, {}), (Calculator, {"digits": 1, "terms": 2})],
+)
+def test_what_is_evaluated_is_never_trained_on_whatever_the_seeds(tokenizer, cls, args):
+    env = cls(tokenizer=tokenizer, **args)
+    trained, evaluated = (
+        {task.task_id for seed in range(3) for task in islice(env.tasks(seed, split), 2000)}
+        for split in ("train", "eval")
+    )
+    assert not trained & evaluated
+    assert 0.1 < len(evaluated) / len(trained | evaluated) < 0.3
+
+
+def test_a_sum_is_not_held_out_by_turning_it_around(tokenizer):
+    tasks = islice(Arithmetic(tokenizer=tokenizer).tasks(0, "train"), 2000)
+    trained = {task.task_id for task in tasks}
+    assert all(" + ".join(reversed(question.split(" + "))) in trained for question in trained)
+
+
+def test_too_few_tasks_to_hold_some_out_are_refused():
+    with pytest.raises(ValueError, match="among 10000: there are too few different ones"):
+        for split in ("train", "eval"):
+            next(envs.drawn(0, split, lambda rng: Task(env="", task_id="7"), key=lambda task: task.task_id))
 
 
 @pytest.mark.parametrize(
