@@ -256,7 +256,7 @@ class Trainer:
 
 @SETTINGS
 class Lora:
-    """Train low-rank additions instead of the model; engines get merged weights."""
+    """Train low-rank additions instead of the model; engines compute with merged weights."""
 
     rank: int = 0
     """0: off, the model itself is trained"""
@@ -264,6 +264,9 @@ class Lora:
     """additions are scaled by alpha / rank"""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """last parts of the names of linear layers"""
+    sync: str = "merged"
+    """merged | adapter: what travels. adapter: the frozen model once, then additions alone, merged where they arrive to
+    the same bits; an engine's rank then holds the model three times instead of twice"""
 
 
 @SETTINGS
@@ -390,6 +393,7 @@ CHOICES = {
     "trainer.aggregation": ("token_mean", "sequence_mean", "constant"),
     "critic.body": ("own", "shared"),
     "critic.level": ("token", "turn"),
+    "lora.sync": ("merged", "adapter"),
     "trainer.kl": ("k1", "k2", "k3"),
     "trainer.kl_in": ("loss", "reward"),
     "trainer.proximal": ("recompute", "loglinear"),
@@ -406,7 +410,6 @@ AT_LEAST = {
     "topology.tensor_parallel": 1,
     "topology.context_parallel": 1,
     "lora.rank": 0,
-    "lora.alpha": 0,
     "rollout.batch_size": 1,
     "rollout.group_size": 1,
     "rollout.max_tokens": 1,
@@ -642,9 +645,16 @@ def _check(config: Config) -> None:
             f"topology.dp_replicate = {topology.dp_replicate} times tensor_parallel = {topology.tensor_parallel} times "
             f"context_parallel = {topology.context_parallel} does not divide topology.trainer = {topology.trainer}",
         ),
+        (config.lora.rank > 0 and not config.lora.alpha > 0, f"lora.alpha = {config.lora.alpha}: must be above 0"),
+        (config.lora.rank > 0 and not config.lora.targets, "lora.targets = []: name at least one linear layer"),
         (
-            config.lora.rank > 0 and topology.tensor_parallel > 1,
-            f"lora.rank = {config.lora.rank} with topology.tensor_parallel = {topology.tensor_parallel}: not supported",
+            config.lora.sync == "adapter" and config.lora.rank == 0,
+            "lora.sync = 'adapter' with lora.rank = 0: the whole model is trained; set lora.rank",
+        ),
+        (
+            config.lora.sync == "adapter" and config.weights.mode != "full",
+            f"lora.sync = 'adapter' with weights.mode = {config.weights.mode!r}: additions change everywhere in every "
+            "step and travel over the network; use weights.mode = 'full', or lora.sync = 'merged'",
         ),
         (
             topology.inference == 1 and not config.inference.engine_on_rank0,

@@ -8,8 +8,10 @@ from spmd_rl.config import Config
 from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
-from spmd_rl.model import build, engine_dtype
+from spmd_rl.low_rank import Lora
+from spmd_rl.model import build, engine_dtype, exact_dtype
 from spmd_rl.run_dir import RunDir
+from spmd_rl.weight_adapter import AdapterReceiver
 from spmd_rl.weight_disk import DiskReceiver
 from spmd_rl.weight_layout import TensorSpec, manifest
 from spmd_rl.weight_receiver import WeightReceiver
@@ -24,18 +26,16 @@ def build_engine(world: World, config: Config) -> tuple[Engine, list[TensorSpec]
 
 def make_receiver(
     world: World, config: Config, run_dir: RunDir, *, specs: list[TensorSpec], deliver: Deliver, failed: Failed
-) -> WeightReceiver | DiskReceiver:
+) -> WeightReceiver | AdapterReceiver | DiskReceiver:
     """What gets this rank the weights of every version."""
     if config.weights.mode == "disk":
         return DiskReceiver(weights=run_dir.weights, device=world.device, deliver=deliver, failed=failed)
-    return WeightReceiver(
-        specs=specs,
-        meta_groups=world.wts_meta,
-        payload_groups=world.wts,
-        device=world.device,
-        deliver=deliver,
-        failed=failed,
-    )
+    common = {"specs": specs, "meta_groups": world.wts_meta, "payload_groups": world.wts, "device": world.device}
+    common |= {"deliver": deliver, "failed": failed}
+    if config.lora.sync == "merged":
+        return WeightReceiver(**common)
+    lora = Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets)
+    return AdapterReceiver(**common, lora=lora, exact=exact_dtype(config.model.path, specs[0].dtype))
 
 
 def check_engine(config: Config) -> None:

@@ -12,12 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.config import Config
+from spmd_rl.low_rank import Lora
 from spmd_rl.model import build
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits
 from spmd_rl.trainer.critic import Credit
-from spmd_rl.trainer.lora import Lora
+from spmd_rl.trainer.lora import check_targets
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 
@@ -37,14 +38,13 @@ def make_trainer(
     def model() -> torch.nn.Module:
         return build(config.model.path, device=device, dtype=torch.float32, weights=True)
 
-    low_rank = config.lora
-    lora = Lora(rank=low_rank.rank, alpha=low_rank.alpha, targets=low_rank.targets) if low_rank.rank else None
+    rank, alpha, targets = config.lora.rank, config.lora.alpha, config.lora.targets
     models = Models(
         policy=model(),
         reference=model() if t.kl_coefficient else None,
         critic=model() if with_critic and critic.body == "own" else None,
         shared_critic=with_critic and critic.body == "shared",
-        lora=lora,
+        lora=Lora(rank=rank, alpha=alpha, targets=targets) if rank else None,
         mesh=mesh,
         context=context,
         device=device,
@@ -73,6 +73,13 @@ def make_trainer(
         num_epochs=t.num_epochs,
         interpolate_proximal=t.proximal == "loglinear",
     )
+
+
+def check_lora(config: Config) -> None:
+    """ValueError for lora.targets that the model does not have."""
+    if config.lora.rank:
+        model = build(config.model.path, device="cpu", dtype=torch.float32, weights=False)
+        check_targets(model, config.lora.targets)
 
 
 def make_objective(config: Config) -> Objective:

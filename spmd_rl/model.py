@@ -189,6 +189,12 @@ def engine_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def exact_dtype(folder: str | Path, dtype: torch.dtype) -> torch.dtype:
+    """The least type that holds every weight in a folder and every value of `dtype`."""
+    stored = load_config(folder).dtype
+    return torch.promote_types(stored, dtype) if isinstance(stored, torch.dtype) else torch.float32
+
+
 def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype, weights: bool) -> nn.Module:
     """The model in a folder, in eval mode.  weights=False: parameters on the meta device, only their shapes."""
     config = load_config(folder)

@@ -27,6 +27,7 @@ from spmd_rl.config import Config
 from spmd_rl.engines import check_engine
 from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
+from spmd_rl.make_trainer import check_lora
 from spmd_rl.member import run_member
 from spmd_rl.orchestration import run_orchestrator
 from spmd_rl.resume import starting_point
@@ -133,6 +134,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"model.make = {config.model.make!r}: {error}") from error
         make(model)
+    check_lora(config)
     tokenizer, splits = Tokenizer(model), ["train"] + ["eval"] * (config.eval.every >= 0)
     for env_name, env in config.env.items():
         made = envs.load(env.path, tokenizer=tokenizer, args=env.args)

@@ -19,10 +19,11 @@ from spmd_rl import checkpoint, packing
 from spmd_rl.config import Config
 from spmd_rl.liveness import Liveness
 from spmd_rl.make_trainer import make_trainer
-from spmd_rl.model import engine_dtype
+from spmd_rl.model import engine_dtype, exact_dtype
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.weight_adapter import AdapterSender
 from spmd_rl.weight_disk import DiskSender
 from spmd_rl.weight_layout import manifest
 from spmd_rl.weight_sender import WeightSender
@@ -130,8 +131,8 @@ class TrainerRank:
     def _reply(self, kind: Kind, **words: object) -> None:
         self._outbox.put(Message(kind, {"version": self.version, **words}))
 
-    def _make_sender(self) -> WeightSender | DiskSender | None:
-        world, weights = self._world, self._config.weights
+    def _make_sender(self) -> WeightSender | AdapterSender | DiskSender | None:
+        world, weights, models = self._world, self._config.weights, self._trainer.models
         dtype = engine_dtype(self._config.model.dtype, world.device)
         if weights.mode == "disk":
             source = Path(self._config.model.path)
@@ -143,19 +144,22 @@ class TrainerRank:
             )
         if world.rank not in world.sender_ranks:
             return None
-        parameters = self._trainer.models.named_parameters()
-        return WeightSender(
-            parameters=parameters,
-            specs=manifest(parameters, dtype=dtype),
-            index=world.sender_ranks.index(world.rank),
-            num_senders=len(world.sender_ranks),
-            meta_group=world.wts_meta[world.rank],
-            payload_group=world.wts[world.rank],
-            failed=self._live.failed,
-            sent=self._sent,
-            delta=weights.mode == "delta",
-            anchor_every=weights.anchor_every,
-        )
+        parameters = models.named_parameters()
+        common = {
+            "specs": manifest(parameters, dtype=dtype),
+            "index": world.sender_ranks.index(world.rank),
+            "num_senders": len(world.sender_ranks),
+            "meta_group": world.wts_meta[world.rank],
+            "payload_group": world.wts[world.rank],
+            "failed": self._live.failed,
+            "sent": self._sent,
+        }
+        if self._config.lora.sync == "adapter":
+            exact = exact_dtype(self._config.model.path, dtype)
+            weights_of = {"frozen": models.frozen(), "additions": models.additions(), "merged": parameters}
+            return AdapterSender(**common, **weights_of, lora=models.lora, exact=exact)
+        delta, anchor_every = weights.mode == "delta", weights.anchor_every
+        return WeightSender(**common, parameters=parameters, delta=delta, anchor_every=anchor_every)
 
     def _sent(self, report: SendReport) -> None:
         words = {name: getattr(report, name) for name in ("version", "sent_bytes", "send_s", "update_norm")}

@@ -26,3 +26,10 @@ def checksum(data: Tensor) -> Tensor:  # [N] uint8, N a multiple of 8 → [] int
             torch.add(row, row_sum, alpha=_MULTIPLIER, out=row_sum)
         total += (row_sum * weights).sum() * _MULTIPLIER
     return total
+
+
+def tensor_checksum(tensor: Tensor) -> Tensor:  # [] int64
+    """Of any tensor's bytes, zeros after them."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    aligned = len(data) % 8 == 0 and data.storage_offset() % 8 == 0
+    return checksum(data if aligned else torch.nn.functional.pad(data, (0, -len(data) % 8)).clone())

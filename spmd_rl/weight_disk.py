@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
-from spmd_rl.weight_checksum import checksum
+from spmd_rl.weight_checksum import tensor_checksum
 from spmd_rl.weight_delta import squared_change
 from spmd_rl.weight_wire import END, Deliver, Failed, ReceiveReport, SendReport
 
@@ -108,7 +107,7 @@ class DiskReceiver:
         path = folder_of(self._weights, version) / FILE
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-        checksums = [_checksum(tensor) for tensor in tensors.values()]
+        checksums = [int(tensor_checksum(tensor)) for tensor in tensors.values()]
         tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
         size = path.stat().st_size
         seconds = time.perf_counter() - start
@@ -123,12 +122,7 @@ def _compared(new: Path, old: Path) -> tuple[list[int], float]:
     with safe_open(new, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_tensor(name)
-            sums.append(_checksum(tensor))
+            sums.append(int(tensor_checksum(tensor)))
             was = before.get_tensor(name) if before is not None else torch.zeros_like(tensor)
             squares += float(squared_change(tensor, was))
     return sums, squares**0.5
-
-
-def _checksum(tensor: Tensor) -> int:
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    return int(checksum(torch.nn.functional.pad(data, (0, -len(data) % 8))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -50,11 +50,12 @@ class WeightReceiver:
         device: torch.device,
         deliver: Deliver,
         failed: Failed,
+        ended: Callable[[], None] = lambda: None,  # in that thread, after the senders' end
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.report: ReceiveReport | None = None  # of the last version that was delivered
         self._meta_groups, self._payload_groups = dict(meta_groups), dict(payload_groups)
-        self._deliver, self._failed = deliver, failed
+        self._deliver, self._failed, self._ended = deliver, failed, ended
         self._device = device
         self._rank = dist.get_rank()
         count = len(self._meta_groups)
@@ -111,6 +112,7 @@ class WeightReceiver:
             with self._stream():
                 while self._receive_version():
                     pass
+                self._ended()
         except Exception as error:
             self._failed(error)
 

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_rl.folders import written_aside
-from spmd_rl.trainer.lora import Lora, write_adapter
+from spmd_rl.low_rank import Lora
+from spmd_rl.trainer.lora import write_adapter
 from spmd_rl.trainer.optimizer import whole
 from spmd_rl.trainer.ranks import TrainerRanks
 

@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): a frozen model with trained low-rank additions, merged for whoever asks.
 
-Given a causal LM; replaces the chosen linear layers in place.  Promises: parameters of the model keep their names, the
-additions are beside them as `lora_a` and `lora_b`; at the start they add exactly 0.  The merged weight is
-W + (alpha / rank) · B A.  Knows nothing of losses or shards.
+Given a causal LM, its layers perhaps split over ranks; turns the chosen linear layers into ones with additions.
+Promises: parameters of the model keep their names, the additions are beside them as `lora_a` and `lora_b`; at the start
+they add exactly 0.  The merged weight is that of low_rank.py.  Knows nothing of losses or FSDP.
 """
 
 from __future__ import annotations
@@ -11,28 +11,16 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from spmd_rl.folders import written_aside
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lora:
-    """What is added where."""
-
-    rank: int
-    alpha: float  # the addition is scaled by alpha / rank
-    targets: Sequence[str]  # last parts of the names of linear layers, such as "q_proj"
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+from spmd_rl.low_rank import Lora
 
 
 class LoraLinear(nn.Linear):
@@ -40,35 +28,39 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.__dict__.update(linear.__dict__)  # its parameters, and the hooks that split it over ranks
         self.scale = lora.scale
         like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.lora_a = nn.Parameter(torch.empty(lora.rank, linear.in_features, **like))
-        self.lora_b = nn.Parameter(torch.zeros(linear.out_features, lora.rank, **like))
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        a = nn.init.kaiming_uniform_(torch.empty(lora.rank, linear.in_features, **like), a=math.sqrt(5))
+        self.lora_a = nn.Parameter(_split_like(linear.weight, a, dim=1))
+        self.lora_b = nn.Parameter(
+            _split_like(linear.weight, torch.zeros(linear.out_features, lora.rank, **like), dim=0)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
+def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """ValueError, with what there is, for targets that are no linear layers of the model's body."""
+    have = {n.rpartition(".")[2] for n, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
+    if not targets or set(targets) - have:
+        raise ValueError(
+            f"lora.targets = {sorted(set(targets) - have)}: no such linear layers; the model has "
+            f"{', '.join(sorted(have))}"
+        )
+
+
 def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
     """Freeze the model and put additions beside its targets, equal on all ranks for one seed."""
+    check_targets(model, lora.targets)
     model.requires_grad_(False)
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in lora.targets
-    }
-    missing = set(lora.targets) - {name.rpartition(".")[2] for name in layers}
-    if missing:
-        have = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise ValueError(f"lora.targets {sorted(missing)}: no such linear layers; the model has {', '.join(have)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for name, layer in layers.items():
+        for name, layer in list(model.base_model.named_modules()):
             parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, LoraLinear(layer, lora))
+            if isinstance(layer, nn.Linear) and last in lora.targets:
+                setattr(model.base_model.get_submodule(parent), last, LoraLinear(layer, lora))
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
@@ -76,9 +68,12 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def merged(layer: LoraLinear, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Rows of W + scale · B A, from the same rows of W and B and the whole of A."""
-    return torch.addmm(weight, b, a, alpha=layer.scale)
+def _split_like(weight: Tensor, tensor: Tensor, *, dim: int) -> Tensor:
+    """A tensor that has `dim` in common with `weight`, split over the same ranks along it."""
+    if not isinstance(weight, DTensor):
+        return tensor
+    places = [place if place.is_shard(dim) else Replicate() for place in weight.placements]
+    return distribute_tensor(tensor, weight.device_mesh, places)
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str) -> None:

@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from spmd_rl.trainer.lora import Lora, add_lora, lora_layers, merged
+from spmd_rl.low_rank import Lora, merged
+from spmd_rl.trainer.lora import add_lora, lora_layers
 from spmd_rl.trainer.optimizer import local, whole
 from spmd_rl.trainer.sharding import LogProbs, Values, recompute_layers, reshard, shard, value_head
 from spmd_rl.trainer.tensor_parallel import parallelize
+from spmd_rl.weight_layout import chunk
 
 
 class Models:
@@ -49,11 +51,11 @@ class Models:
         self.counts = (tp is None or tp.get_local_rank() == 0) and (context is None or dist.get_rank(context) == 0)
         self.sync_once = not (cuda if reshard_after_forward is None else reshard_after_forward)
         self.lora = lora
-        if lora is not None:
-            add_lora(policy, lora)
         if tp is not None:
             for model in filter(None, (policy, critic, reference)):
                 parallelize(model, tp)
+        if lora is not None:
+            add_lora(policy, lora)
         if activation_checkpointing:
             for model in filter(None, (policy, critic)):
                 recompute_layers(model)
@@ -70,8 +72,10 @@ class Models:
                     reshard_after_forward=not self.sync_once,
                     cpu_offload=cpu_offload,
                 )
+        self._rows = {} if tp is None else self._make_rows(mesh["dp_shard"])
         self._layers = lora_layers(policy)
-        self._sent = self._make_sent(mesh)
+        self._merged = {f"{name}.weight": torch.empty_like(self.frozen()[f"{name}.weight"]) for name in self._layers}
+        self._frozen_is_new = True
 
     @property
     def model(self) -> nn.Module:
@@ -128,40 +132,42 @@ class Models:
 
         What is trained in another form (with LoRA, or split over "tp") is as of the last `refresh`.
         """
-        return {
-            name: self._sent.get(name, parameter.detach())
-            for name, parameter in self.model.named_parameters()
-            if ".lora_" not in name
-        }
+        return self.frozen() | self._merged
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The same without what LoRA adds."""
+        return {name: p for name, p in self._whole_rows() if ".lora_" not in name}
+
+    def additions(self) -> dict[str, Tensor]:
+        """What LoRA adds, by layer name + ".lora_a" and ".lora_b"."""
+        return {name: p for name, p in self._whole_rows() if ".lora_" in name}
+
+    def _whole_rows(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._rows.get(name, p.detach())) for name, p in self.model.named_parameters())
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring what `named_parameters` gives up to date: to be called after a step, by all ranks."""
-        for name, sent in self._sent.items():
-            if name in self._split:
-                rows = _rows_of(self._split[name].full_tensor(), sent)
-            else:
-                layer = self._layers[name.removesuffix(".weight")]
-                rows = merged(layer, local(layer.weight), whole(layer.lora_a), local(layer.lora_b))
-            local(sent).copy_(rows)
+        for name, parameter in self.model.named_parameters():
+            if name in self._rows and (parameter.requires_grad or self._frozen_is_new):
+                local(self._rows[name]).copy_(_rows_of(parameter.full_tensor(), self._rows[name]))
+        self._frozen_is_new = False
+        frozen, additions = self.frozen(), self.additions()
+        for name, layer in self._layers.items():
+            weight, a, b = frozen[f"{name}.weight"], additions[f"{name}.lora_a"], additions[f"{name}.lora_b"]
+            local(self._merged[f"{name}.weight"]).copy_(merged(local(weight), whole(a), local(b), layer.scale))
 
-    def _make_sent(self, mesh: DeviceMesh | None) -> dict[str, Tensor]:
-        """Memory for the parameters that are not sent as they are trained."""
-        named = dict(self.model.named_parameters())
-        self._split = {
-            n: p for n, p in named.items() if isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names
-        }
-        sent = {f"{name}.weight": torch.empty_like(layer.weight.detach()) for name, layer in self._layers.items()}
-        for name, parameter in self._split.items():
-            shards = mesh["dp_shard"]
-            num = -(-parameter.shape[0] // shards.size())
-            first = min(shards.get_local_rank() * num, parameter.shape[0])
-            rows = min(num, parameter.shape[0] - first)
-            mine = torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype, device=self.device)
-            sent[name] = DTensor.from_local(
-                mine, shards, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
-            )
-        return {name: sent[name] for name in named if name in sent}
+    def _make_rows(self, shards: DeviceMesh) -> dict[str, Tensor]:
+        """Memory for rows of the parameters that are split over "tp", as FSDP alone would cut them."""
+        made = {}
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, DTensor) and "tp" in parameter.device_mesh.mesh_dim_names:
+                _, num = chunk(parameter.shape[0], index=shards.get_local_rank(), count=shards.size())
+                mine = torch.empty(num, *parameter.shape[1:], dtype=parameter.dtype, device=self.device)
+                made[name] = DTensor.from_local(
+                    mine, shards, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+                )
+        return made
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's shard), in the order of `named_parameters`."""
@@ -178,6 +184,7 @@ class Models:
     def load_state_dict(self, states: dict[str, object]) -> None:
         for name, module in (("model", self.model), *self._beside()):
             set_model_state_dict(module, states[name])
+        self._frozen_is_new = True
 
     def _beside(self) -> Sequence[tuple[str, nn.Module]]:
         modules = {"value_head": self.policy.value_head, "critic": self.critic}
@@ -186,10 +193,6 @@ class Models:
 
 def _rows_of(tensor: Tensor, like: Tensor) -> Tensor:
     """The rows of a whole tensor that the shard `like` has."""
-    num = -(-tensor.shape[0] // like.device_mesh.size())
-    first = min(like.device_mesh.get_local_rank() * num, tensor.shape[0])
-    return tensor[first : first + len(local(like))]
-
-
-def _axes(tensor: Tensor) -> Sequence[str]:
-    return tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()
+    mesh = like.device_mesh
+    first, num = chunk(tensor.shape[0], index=mesh.get_local_rank(), count=mesh.size())
+    return tensor[first : first + num]

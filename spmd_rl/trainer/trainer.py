@@ -373,5 +373,5 @@ class Trainer:
 
     def export_adapter(self, folder: Path, source: Path) -> None:
         """Write what LoRA added to the model in `source` as a PEFT folder."""
-        tensors = {name: p.detach() for name, p in self.model.named_parameters() if ".lora_" in name}
-        export_adapter(tensors, self.ranks, folder=folder, lora=self.models.lora, base=str(source))
+        self.models.refresh()
+        export_adapter(self.models.additions(), self.ranks, folder=folder, lora=self.models.lora, base=str(source))

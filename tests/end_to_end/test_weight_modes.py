@@ -40,6 +40,19 @@ def test_weights_by_disk_are_folders_that_others_can_read(tmp_path):
         assert torch.equal(newest[name], parameter), name
 
 
+@pytest.mark.full
+def test_additions_of_lora_travel_alone_and_leave_what_merged_weights_leave(tmp_path):
+    """Of two trainers; the rows of each are merged at the engine as they are merged at the trainer."""
+    lora = ["lora.rank=4", "staleness.max_staleness=0", "inference.deterministic=true", "topology.trainer=2"]
+    merged, adapter = (
+        done(run("tiny_cpu.toml", tmp_path / sync, *SHORT, *lora, f"lora.sync={sync}", num_ranks=3))
+        for sync in ("merged", "adapter")
+    )
+    for name in ("trainer/loss", "trainer/grad_norm", "weights/update_norm", "reward"):
+        assert [step[name] for step in adapter] == [step[name] for step in merged], name
+    assert all(a["weights/sent_bytes"] < m["weights/sent_bytes"] / 10 for a, m in zip(adapter, merged, strict=True))
+
+
 def test_a_step_that_changes_nothing_is_an_error(tmp_path):
     job = run("tiny_cpu.toml", tmp_path / "run", *SHORT, "trainer.learning_rate=1e-30")
     assert job.code != 0

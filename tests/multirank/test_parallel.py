@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 from spmd_rl import checkpoint, tiny_model
+from spmd_rl.low_rank import Lora
 from spmd_rl.objective import Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES
@@ -29,11 +30,15 @@ SEQUENCES = Objective(
     correction=Correction(level="geometric", reject="off_policy_negative"),
     entropy_coefficient=0.01,
 )
+LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))  # both ways of cutting
 CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
     # model, (dp_replicate, dp_shard, tp), ranks that share tokens, settings
     "tp": ("tiny", (1, 1, 2), 1, {}),
     "tp, untied": ("llama", (1, 1, 2), 1, {}),
     "tp, biases": ("qwen2", (1, 1, 2), 1, {"shared_critic": True, "credit": Credit()}),
+    "tp, lora": ("tiny", (1, 1, 2), 1, {"lora": LORA}),
+    "tp, lora, biases": ("qwen2", (1, 1, 2), 1, {"lora": LORA, "activation_checkpointing": True}),
+    "tp, lora and shards": ("llama", (1, 2, 2), 1, {"lora": LORA}),
     "cp": ("tiny", (1, 2, 1), 2, {}),
     "cp, window": ("mistral", (1, 2, 1), 2, {"objective": SEQUENCES}),
     "cp, small micro-batches": (
@@ -49,7 +54,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
     "cp of four": ("llama", (1, 4, 1), 4, {}),
     "tp and cp": ("tiny", (1, 2, 2), 2, {}),
 }
-SAVED = ("tp", "tp and shards", "tp, biases")
+SAVED = ("tp", "tp, lora", "tp and shards", "tp, biases")
 LAYOUT = ("activation_checkpointing", "reshard_after_forward")
 
 
@@ -85,7 +90,7 @@ def run_cases(rank: int, folders: dict[str, Path], saved: Path) -> dict[str, Any
         metrics = [trainer.step(batch(n, mine), n) for n in range(2)]
         trainer.models.refresh()
         sent = {n: whole(p).numpy().copy() for n, p in trainer.models.named_parameters().items()}
-        found[case] = metrics, sent, trainer.score(PROBE)
+        found[case] = metrics, sent, moments(trainer), trainer.score(PROBE)
         if case in SAVED:
             dcp.save(trainer.state_dict(), checkpoint_id=saved / case)
     return found
@@ -101,6 +106,12 @@ def ran(folders: dict[str, Path], saved: Path) -> dict[int, list[dict[str, Any]]
     return {num: run_ranks(run_cases, num, folders, saved, timeout_s=240) for num in (2, 4)}
 
 
+def moments(trainer: Any) -> dict[str, np.ndarray]:
+    """First moments: gradients without the division that turns noise into steps."""
+    state = trainer.optimizer.state
+    return {name: whole(state[p]["exp_avg"]).numpy().copy() for name, p in trainer.models.named_trained()}
+
+
 def reference(folders: dict[str, Path], case: str) -> Any:
     name, shape, together, settings = CASES[case]
     num_shares = np.prod(shape) // shape[2] // together
@@ -114,12 +125,15 @@ def reference(folders: dict[str, Path], case: str) -> Any:
 def test_parallel_equals_alone(folders: dict[str, Path], ran: dict, case: str) -> None:
     trainer, parts = reference(folders, case)
     expected = [trainer.train(merge(trainer, n, parts), n) for n in range(2)]
-    tensors, scores = trainer.models.named_parameters(), trainer.score(PROBE)
-    for metrics, sent, scored in (rank[case] for rank in ran[int(np.prod(CASES[case][1]))]):
+    trainer.models.refresh()
+    tensors, scores, gradients = trainer.models.named_parameters(), trainer.score(PROBE), moments(trainer)
+    for metrics, sent, moved, scored in (rank[case] for rank in ran[int(np.prod(CASES[case][1]))]):
         for mine, theirs in zip(metrics, expected, strict=True):
             for name in theirs.keys() - VARYING:
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
-        assert list(sent) == list(tensors)
+        assert (list(sent), list(moved)) == (list(tensors), list(gradients))
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(moved[name], gradient, rtol=1e-5, atol=1e-7, err_msg=name)
         for name, tensor in tensors.items():
             np.testing.assert_allclose(sent[name], tensor.numpy(), rtol=1e-5, atol=2e-5, err_msg=name)
         np.testing.assert_allclose(scored, scores, rtol=0, atol=2e-4)

@@ -49,6 +49,7 @@ MODELS = (
     "reshard_after_forward",
     "cpu_offload",
     "context",
+    "lora",
 )
 
 

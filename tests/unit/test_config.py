@@ -70,6 +70,12 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, override: str, messag
     [
         (["staleness.on_update=drain", "staleness.gate=ship"], "needs staleness.gate = 'admission'"),
         (["inference.deterministic=true", "inference.engine=vllm"], "needs inference.engine = 'native'"),
+        (["lora.rank=4", "lora.alpha=0"], "lora.alpha = 0.0: must be above 0"),
+        (["lora.rank=4", "lora.alpha=-16"], "lora.alpha = -16.0: must be above 0"),
+        (["lora.rank=4", "lora.targets=[]"], "name at least one linear layer"),
+        (["lora.sync=adapter"], "lora.sync = 'adapter' with lora.rank = 0"),
+        (["lora.rank=4", "lora.sync=adapter", "weights.mode=delta"], "with weights.mode = 'delta': additions change"),
+        (["lora.rank=4", "lora.sync=adapter", "weights.mode=disk"], "use weights.mode = 'full', or lora.sync"),
     ],
 )
 def test_settings_that_exclude_each_other_are_named(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -23,7 +23,7 @@ LAYERS = [
     {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "model", "weight_layout", "task_stream"}
     | {"weight_checksum", "workers", "data", "math_reward", "code_reward"},
     {"judge"},
-    {"envs", "weight_delta", "weight_wire"},
+    {"envs", "weight_delta", "weight_wire", "low_rank"},
     {"tiny_model", "smollm2"},
     {
         "world",
@@ -39,6 +39,7 @@ LAYERS = [
         "recorder",
         "plot",
     },
+    {"weight_adapter"},
     {"engine_thread", "engines", "episodes", "stop_signals"},
     {"orchestrator", "simulate"},
     {"make_trainer"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spmd_rl.trainer.lora import Lora
+from spmd_rl.low_rank import Lora
 from tests.unit.test_trainer import folder, load, shares, trainer  # noqa: F401 (folder is a fixture)
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -49,6 +49,8 @@ def test_what_is_sent_and_exported_is_merged(folder: Path, tmp_path: Path) -> No
         policy.step(shares((4, 20), (4, 20)), n)
     policy.models.refresh()
     assert all(policy.models.named_parameters()[n].data_ptr() == t.data_ptr() for n, t in sent.items())
+    assert list(policy.models.frozen()) == names
+    assert all(torch.equal(p, load(folder).state_dict()[n]) for n, p in policy.models.frozen().items())
     policy.export(tmp_path / "model", folder)
     merged = trainer(tmp_path / "model")
     np.testing.assert_allclose(merged.score(IDS), policy.score(IDS), rtol=0, atol=1e-5)
@@ -81,6 +83,7 @@ def test_state_of_the_additions_is_saved_and_goes_on(folder: Path) -> None:  # n
     assert straight.step(batch, 1)["loss"] == other.step(batch, 1)["loss"]
 
 
-def test_unknown_targets_are_refused_by_name(folder: Path) -> None:  # noqa: F811
-    with pytest.raises(ValueError, match=r"\['wq'\]: no such linear layers; the model has .*q_proj"):
-        trainer(folder, lora=Lora(rank=4, alpha=8.0, targets=("wq", "q_proj")))
+@pytest.mark.parametrize("target", ["wq", "q", "embed_tokens", "lm_head", "self_attn.q_proj"])
+def test_targets_that_are_no_linear_layer_of_the_body_are_refused_by_name(folder: Path, target: str) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=rf"\['{target}'\]: no such linear layers; the model has down_proj, .*q_proj"):
+        trainer(folder, lora=Lora(rank=4, alpha=8.0, targets=(target, "q_proj")))
