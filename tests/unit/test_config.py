@@ -115,3 +115,12 @@ def test_every_setting_has_a_docstring() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_shipped_configs_are_valid(path: Path) -> None:
     config.load(path)
+
+
+def test_the_dapo_preset_has_the_four_parts_of_the_paper() -> None:
+    trainer = config.load(next(path for path in CONFIGS if path.stem == "tiny_dapo_cpu")).trainer
+    assert (trainer.clip_low, trainer.clip_high) == (0.2, 0.28)  # clip-higher
+    assert trainer.aggregation == "token_mean"
+    assert trainer.filter_zero_spread  # dynamic sampling
+    assert trainer.overlong_buffer > 0
+    assert (trainer.mask_truncated, trainer.kl_coefficient, trainer.entropy) == (True, 0.0, 0.0)

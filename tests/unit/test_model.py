@@ -38,25 +38,33 @@ def test_build_without_weights_has_the_same_shapes_and_buffers(family: str, tmp_
         assert name == other and torch.equal(a, b)
 
 
-def test_gradients_of_a_packed_batch_equal_the_sum_of_its_sequences(tmp_path: Path) -> None:
-    save("qwen3", tmp_path)
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "mistral"])
+def test_log_probs_and_gradients_of_a_packed_batch_equal_those_of_its_sequences(family: str, tmp_path: Path) -> None:
+    """Among them one of a single token and one of the model's greatest length."""
+    save(family, tmp_path)
     model = build(tmp_path, device="cpu", dtype=torch.float32, weights=True)
-    tokens = torch.randint(0, VOCAB, (CU[-1],))
+    longest = model.config.max_position_embeddings
+    cu_seqlens = [0, 1, 8, 8 + longest, 21 + longest]
+    tokens = torch.randint(0, VOCAB, (cu_seqlens[-1] + 1,))
 
-    def gradients(pieces: list[tuple[int, int]], cu_seqlens: list[list[int]]) -> list[torch.Tensor]:
+    def run(pieces: list[tuple[int, int]], cu_seqlens: list[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         model.zero_grad()
+        found = []
         for (a, b), cu in zip(pieces, cu_seqlens, strict=True):
-            logprobs, _ = token_logprobs(hidden_states(model, tokens[a:b], cu), head_weight(model), tokens[a:b])
-            logprobs.sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
+            hidden = hidden_states(model, tokens[a:b], cu)
+            logprobs, _ = token_logprobs(hidden, head_weight(model), tokens[a + 1 : b + 1])
+            (logprobs.sum() / len(tokens)).backward()
+            found.append(logprobs.detach())
+        return torch.cat(found), [p.grad.clone() for p in model.parameters()]
 
-    together = gradients([(0, CU[-1])], [CU])
-    alone = gradients(list(pairwise(CU)), [[0, b - a] for a, b in pairwise(CU)])
+    together = run([(0, cu_seqlens[-1])], [cu_seqlens])
+    alone = run(list(pairwise(cu_seqlens)), [[0, b - a] for a, b in pairwise(cu_seqlens)])
     for layer in model.base_model.layers:  # the backward calls the attention again
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    checkpointed = gradients([(0, CU[-1])], [CU])
-    for a, b, c in zip(together, alone, checkpointed, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    _, checkpointed = run([(0, cu_seqlens[-1])], [cu_seqlens])
+    assert (together[0] - alone[0]).abs().max() < 1e-5
+    for a, b, c in zip(together[1], alone[1], checkpointed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         assert torch.equal(a, c)
 
 

@@ -96,13 +96,17 @@ def constant_loss(values: dict[float, float]) -> Objective:
     )
 
 
-def test_loss_is_divided_by_the_tokens_of_all_micro_batches(folder: Path) -> None:
-    batch = shares((3, 100), *[(3, 90)] * 10, advantages=[0.5, *[1.0] * 10])
-    policy = trainer(folder, objective=constant_loss({0.5: 2.0, 1.0: 0.5}), micro_batch_tokens=128)
+@pytest.mark.parametrize(("lengths", "budget", "num"), [([100, 900], 902, 2), ([100, *[90] * 10], 128, 11)])
+def test_loss_is_divided_by_the_tokens_of_all_micro_batches(
+    folder: Path, lengths: list[int], budget: int, num: int
+) -> None:
+    """100 tokens at loss 2 and 900 at 0.5 are 0.65, whatever they are cut into."""
+    batch = shares(*[(3, n) for n in lengths], advantages=[0.5, *[1.0] * (len(lengths) - 1)])
+    policy = trainer(folder, objective=constant_loss({0.5: 2.0, 1.0: 0.5}), micro_batch_tokens=budget)
     metrics = policy.step(batch, 0)
-    assert metrics["num_microbatches"] == 11
+    assert metrics["num_microbatches"] == num
     assert metrics["tokens"] == 1000
-    assert metrics["loss"] == pytest.approx(0.65)
+    assert metrics["loss"] == pytest.approx(0.65, rel=1e-6)
 
 
 def test_masked_out_tokens_are_not_in_the_denominator(folder: Path) -> None:
@@ -161,6 +165,32 @@ def test_on_policy_importance_and_ratio_are_one_for_every_token_the_first_includ
     assert metrics["clip_share"] == 0
     assert metrics["mismatch_kl"] < 1e-10
     assert metrics["mismatch_tokens"] == metrics["tokens"] == 49
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_greedy_tokens_scored_by_transformers_have_ratio_one(folder: Path, temperature: float) -> None:
+    """The log-prob of token t comes from transformers' logits at t - 1, that of the first token included."""
+    plain, rollouts = AutoModelForCausalLM.from_pretrained(folder), []
+    for i, prompt in enumerate([[5], [7, 9, 11], list(range(3, 30))]):
+        ids = plain.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+        with torch.no_grad():
+            logprobs = (plain(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)
+        one = Rollout(env="e", task_id=str(i), ticket=i)
+        one.append(prompt)
+        num = len(prompt)
+        one.append(ids[num:], logprobs[num - 1 : -1].gather(1, ids[num:, None])[:, 0], np.zeros(len(ids) - num))
+        rollouts.append(one)
+    seen: list[Rows] = []
+
+    def watching(rows: Rows, limits: Limits) -> TokenLosses:
+        seen.append(rows)
+        return LOSSES["decoupled"](rows, limits)
+
+    policy = trainer(folder, objective=Objective(loss=watching), temperature=temperature)
+    policy.step(pack(rollouts, np.ones(3, np.float32)), 0)
+    (rows,) = seen
+    assert len(rows.behavior) == 36
+    assert ((rows.current.detach() - rows.behavior).exp() - 1).abs().max() < 1e-5
 
 
 def test_first_minibatch_has_ratio_exactly_one_and_later_ones_move(folder: Path) -> None:
