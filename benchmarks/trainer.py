@@ -12,7 +12,7 @@ number of real tokens:
     one_by_one  transformers, each sequence alone, full logits
 
 and the loss part alone (log-probs and entropy of N rows, forward and backward), ours and with full logits.  Its memory
-beside the gradients is, in floats, ours: 3 · chunk · V + 5 N; full: about 4 N · V.
+beside the gradients is, in floats, ours: 2 · chunk · V + 5 N with chunk = 256; full: about 4 N · V.
 Every way runs in a process of its own, so that the peak is its own; the best of the repeats counts.
 """
 

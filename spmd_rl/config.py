@@ -197,7 +197,7 @@ class Trainer:
     weight_decay: float = 0.0
     """AdamW"""
     grad_clip: float = 1.0
-    """largest gradient norm"""
+    """largest gradient norm, of the policy and of a critic with a body of its own each"""
     advantage: str = "grpo"
     """grpo | grpo_population | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline | gae: rewards to advantages"""
     advantage_scale: float = 1.0
@@ -237,7 +237,7 @@ class Trainer:
     kl_coefficient: float = 0.0
     """its weight; 0: no reference model is loaded"""
     kl_in: str = "loss"
-    """loss | reward: where it is added"""
+    """loss | reward (k1, taken off each token's reward): where it is added"""
     proximal: str = "recompute"
     """recompute | loglinear (no extra forward): log-probs at the start of a batch of several minibatches"""
     num_minibatches: int = 1
@@ -699,10 +699,6 @@ def _check(config: Config) -> None:
         (
             trainer.overlong_buffer > rollout.max_tokens,
             f"trainer.overlong_buffer = {trainer.overlong_buffer}: at most rollout.max_tokens = {rollout.max_tokens}",
-        ),
-        (
-            trainer.advantage == "gae" and trainer.kl_coefficient > 0 and trainer.kl_in == "reward",
-            "trainer.kl_in = 'reward' with trainer.advantage = 'gae': put the KL into the loss",
         ),
         (
             not (0 <= config.critic.gamma <= 1 and 0 <= config.critic.lam <= 1),

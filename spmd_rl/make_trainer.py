@@ -57,7 +57,12 @@ def make_trainer(
         objective=make_objective(config),
         aggregation=partial(AGGREGATIONS[t.aggregation], longest=config.rollout.max_tokens),
         credit=Credit(
-            gamma=critic.gamma, lam=critic.lam, level=critic.level, clip=critic.clip, coefficient=critic.coefficient
+            gamma=critic.gamma,
+            lam=critic.lam,
+            level=critic.level,
+            clip=critic.clip,
+            coefficient=critic.coefficient,
+            kl_coefficient=t.kl_coefficient if t.kl_in == "reward" else 0.0,
         )
         if with_critic
         else None,
@@ -83,7 +88,9 @@ def check_lora(config: Config) -> None:
 
 
 def make_objective(config: Config) -> Objective:
+    """With a critic, a KL in the reward is the critic's business."""
     t = config.trainer
+    credited = t.advantage == "gae" and t.kl_in == "reward"
     return Objective(
         loss=LOSSES[t.loss],
         limits=Limits(clip_low=t.clip_low, clip_high=t.clip_high, clip_dual=t.clip_dual),
@@ -97,6 +104,6 @@ def make_objective(config: Config) -> Objective:
         ),
         entropy_coefficient=t.entropy,
         kl=t.kl,
-        kl_coefficient=t.kl_coefficient,
+        kl_coefficient=0.0 if credited else t.kl_coefficient,
         kl_in=t.kl_in,
     )

@@ -82,10 +82,10 @@ class Objective:
     ) -> Sums:
         current = rows.current.detach()
         kl = torch.zeros_like(current)
-        if self.kl_coefficient:
-            assert reference is not None
+        assert reference is not None or not self.kl_coefficient
+        if reference is not None:
             kl = KLS[self.kl](rows.current, reference)
-            if self.kl_in == "reward":
+            if self.kl_coefficient and self.kl_in == "reward":
                 rows = _penalized(rows, reference, self.kl_coefficient)
         result = self.loss(rows, self.limits)
         ratio = self.correction.ratio(result.judged, rows.behavior, rows.sequence)

@@ -2,7 +2,9 @@
 
 Given log-prob-like tensors of a micro-batch.  Credit goes to tokens, or to turns: a turn is one action, valued at its
 first token, and all its tokens share its advantage.  The rollout's reward (the `advantage` of the batch) comes with its
-last token or turn.  Knows nothing of models, shards or how values are computed.
+last token or turn; every token may pay for its distance from a reference (Ziegler et al. 2019, arXiv:1909.08593;
+Ouyang et al. 2022, arXiv:2203.02155): r_t = [t is the last] · R - β · (log policy_t - log reference_t), the policy as
+it was at the start of the batch.  Knows nothing of models, shards or how values are computed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class Credit:
     level: str = "token"  # of LEVELS
     clip: float = 0.2  # a value may move this far from that at the start of the batch before its gradient is cut
     coefficient: float = 0.5  # of the value loss in the objective
+    kl_coefficient: float = 0.0  # β of the KL to the reference in the rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +56,21 @@ def first_of_turn(micro: MicroBatch) -> np.ndarray:  # [N] bool
 LEVELS = {"token": every_token, "turn": first_of_turn}
 
 
-def credit(micro: MicroBatch, values: Tensor, how: Credit) -> Credited:
-    """Before standardization."""
+def credit(
+    micro: MicroBatch,
+    values: Tensor,  # [N]
+    how: Credit,
+    kl: Tensor | None = None,  # [N] log policy - log reference; needed where kl_coefficient is not 0
+) -> Credited:
+    """Before standardization.  A turn pays for all its tokens."""
     seen = values.double().cpu().numpy()
     steps = np.flatnonzero(LEVELS[how.level](micro))  # [M] first token of each action
     lengths = np.diff(np.r_[steps, len(seen)])
     sequence = micro.sequence[steps]
     last = np.r_[sequence[1:] != sequence[:-1], True]
     rewards = np.where(last, micro.advantages[steps], 0.0)
+    if how.kl_coefficient:
+        rewards = rewards - how.kl_coefficient * np.add.reduceat(kl.double().cpu().numpy(), steps)
     advantages = np.zeros(len(steps))
     for i in np.unique(sequence):
         mine = np.flatnonzero(sequence == i)

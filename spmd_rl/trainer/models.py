@@ -103,9 +103,10 @@ class Models:
         modules = (self.policy.value_head, self.critic)
         return [p for module in modules if module is not None for p in module.parameters()]
 
-    def gradients(self) -> list[Tensor]:
-        """Of all trained parameters that have one."""
-        return [p.grad for p in self.trained.parameters() if p.grad is not None]
+    def gradients(self) -> list[list[Tensor]]:
+        """Of the trained parameters that have one: the policy's, and those of a critic with a body of its own."""
+        modules = filter(None, (self.policy, self.critic))
+        return [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
 
     def last_backward(self, last: bool) -> None:
         """Before each backward of an optimizer step: gradients are reduced and shards dropped after the last."""

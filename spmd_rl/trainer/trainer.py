@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from spmd_rl.objective import Objective, Sums
-from spmd_rl.objective.losses import Rows
+from spmd_rl.objective.losses import Rows, k1
 from spmd_rl.trainer.critic import Credit, Credited, credit, standardize, value_losses
 from spmd_rl.trainer.export import export, export_adapter
 from spmd_rl.trainer.flops import Flops, peak_memory_bytes
@@ -56,7 +57,7 @@ class Work:
 class Stepped:
     """What one optimizer step came to."""
 
-    norm: float  # of the gradient, before clipping
+    norms: list[float]  # of the gradient, before clipping: of the policy, and of a critic with a body of its own
     weight_norm: float
     denominator: float  # 0: no step was taken
 
@@ -97,6 +98,8 @@ class Trainer:
         self.has_critic = bool(models.critic_parameters)
         if self.has_critic != (credit is not None):
             raise ValueError("a critic needs `credit`, and the other way round")
+        if credit is not None and credit.kl_coefficient and models.reference is None:
+            raise ValueError("a KL in the critic's rewards needs a reference")
         critic = set(models.critic_parameters)
         policy = [p for p in models.trained.parameters() if p not in critic]
         self.optimizer, self.rates = adamw(
@@ -152,7 +155,10 @@ class Trainer:
         sums = torch.tensor([flops / self.flops.peak, num_stand_ins], dtype=torch.float64, device=self.device)
         peak_s, num_padding = self.ranks.sum(sums).tolist()
         return metrics | {
-            "grad_norm": sum(stepped.norm for stepped in taken) / max(len(taken), 1),
+            **{
+                name: sum(stepped.norms[i] for stepped in taken) / max(len(taken), 1)
+                for i, name in enumerate(("grad_norm", "critic_grad_norm")[: 1 + (self.models.critic is not None)])
+            },
             "weight_norm": taken[-1].weight_norm if taken else 0.0,
             "learning_rate": rate * self.rates[0],
             "optimizer_steps": float(len(taken)),
@@ -190,12 +196,13 @@ class Trainer:
         models = self.models
         micro_batches = [m for w in work for m in w.micro_batches]
         proximals = self.num_minibatches * self.num_epochs > 1 and not self.interpolate_proximal
+        penalized = self.credit is not None and self.credit.kl_coefficient != 0
         of_policy, references, credited = (
             [(None, None)] * len(micro_batches),
             [None] * len(micro_batches),
             [None] * len(micro_batches),
         )
-        if proximals or models.policy.value_head is not None:
+        if proximals or penalized or models.policy.value_head is not None:
             of_policy = [(logprobs, values) for logprobs, _, values in map(self._forward, micro_batches)]
         if models.reference is not None:
             references = [self._forward(m, models.reference)[0] for m in micro_batches]
@@ -204,8 +211,10 @@ class Trainer:
             values = [v for _, v in of_policy]
             if models.critic is not None:
                 values = [self._values(m) for m in micro_batches]
+            kls = [k1(p, r) if penalized else None for (p, _), r in zip(of_policy, references, strict=True)]
             credited = [
-                None if m.is_stand_in else credit(m, v, self.credit) for m, v in zip(micro_batches, values, strict=True)
+                None if m.is_stand_in else credit(m, v, self.credit, kl)
+                for m, v, kl in zip(micro_batches, values, kls, strict=True)
             ]
             credited = standardize(credited, self.ranks)
         starts = iter(
@@ -226,24 +235,25 @@ class Trainer:
             denominators.append(part)
         gradients = self.models.gradients()
         ranks, sums = self.ranks, torch.stack([torch.stack(losses).double().sum(), torch.stack(denominators).sum()])
-        squares = [square_sum(gradients, ranks), square_sum(self.models.trained.parameters(), ranks)]
+        squares = [square_sum(tensors, ranks) for tensors in (self.models.trained.parameters(), *gradients)]
         sums = sums if ranks.counts else torch.zeros_like(sums)
-        g_squares, w_squares, loss, part = ranks.sum(torch.cat([torch.stack(squares), sums])).tolist()
+        loss, part, w_squares, *g_squares = ranks.sum(torch.cat([sums, torch.stack(squares)])).tolist()
         denominator = part + work.skipped_share
         # FSDP averages gradients over its ranks: mean · number of ranks / denominator
         factor = self.models.num_averaged / denominator if denominator else 0.0
-        norm, weight_norm = math.sqrt(g_squares) * factor, math.sqrt(w_squares)
-        if not all(map(math.isfinite, (g_squares, w_squares, loss))):
-            raise RuntimeError(self._blame(work.micro_batches, starts, losses, n, progress, norm, weight_norm))
+        norms, weight_norm = [math.sqrt(squares) * factor for squares in g_squares], math.sqrt(w_squares)
+        if not all(map(math.isfinite, (*g_squares, w_squares, loss))):
+            raise RuntimeError(self._blame(work.micro_batches, starts, losses, n, progress, norms, weight_norm))
         if denominator:
-            factor *= min(1.0, self.grad_clip / norm) if norm else 1.0
-            torch._foreach_mul_([local(g) for g in gradients], factor)
+            for some, norm in zip(gradients, norms, strict=True):
+                bounded = min(1.0, self.grad_clip / norm) if norm else 1.0
+                torch._foreach_mul_([local(g) for g in some], factor * bounded)
             for group, full in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * full
             self.optimizer.step()
             self.num_steps += 1
         self.optimizer.zero_grad()
-        return Stepped(norm=norm, weight_norm=weight_norm, denominator=denominator)
+        return Stepped(norms=norms, weight_norm=weight_norm, denominator=denominator)
 
     def _forward_backward(
         self, micro: MicroBatch, start: Start, n: int, progress: float, *, last: bool, totals: Totals | None
@@ -315,7 +325,7 @@ class Trainer:
         losses: list[Tensor],
         n: int,
         progress: float,
-        norm: float,
+        norms: list[float],
         weight_norm: float,
     ) -> str:
         """Which rollouts made it non-finite: the first bad loss of each rank, or the first bad micro-batch alone."""
@@ -328,9 +338,10 @@ class Trainer:
         for micro, start in zip(micro_batches, starts, strict=True):
             self.optimizer.zero_grad()
             self._forward_backward(micro, start, n, progress, last=True, totals=None)
-            if not self.ranks.sum(square_sum(self.models.gradients(), self.ranks)).isfinite():
+            if not self.ranks.sum(square_sum(chain(*self.models.gradients()), self.ranks)).isfinite():
                 tickets = self.ranks.gather(micro.tickets)
                 break
+        norm = next(norm for norm in norms if not math.isfinite(norm))
         return (
             f"gradient norm {norm} while training version {n}: no optimizer step; the losses are finite; "
             f"rollouts with tickets {tickets or 'unknown: no micro-batch alone shows it'}"

@@ -27,6 +27,24 @@ def test_tokens_are_credited_with_the_reward_at_the_end_of_their_own_sequence() 
     assert found.valued.all()
 
 
+def test_every_token_pays_for_its_distance_from_the_reference() -> None:
+    """Rewards of the first sequence: -0.1 · 0.5 and 1 - 0.1 · (-1); of the second -2 - 0.1 · 2."""
+    batch = micro([3, 4, 9], [0, 0, 1], [1.0, -2.0])
+    kl = torch.tensor([0.5, -1.0, 2.0])
+    found = credit(batch, torch.tensor([0.25, 0.5, 0.0]), Credit(lam=0.5, gamma=0.9, kl_coefficient=0.1), kl)
+    last = 1.1 - 0.5
+    first = -0.05 + 0.9 * 0.5 - 0.25 + 0.9 * 0.5 * last
+    assert found.advantages.tolist() == pytest.approx([first, last, -2.2])
+    assert found.returns.tolist() == pytest.approx([first + 0.25, 1.1, -2.2])
+
+
+def test_a_turn_pays_for_all_its_tokens() -> None:
+    batch = micro([4, 5, 8, 9, 10], [0] * 5, [1.0])
+    kl = torch.tensor([1.0, 2.0, 0.5, 0.5, 1.0])
+    found = credit(batch, torch.zeros(5), Credit(lam=1.0, level="turn", kl_coefficient=0.1), kl)
+    assert found.advantages.tolist() == pytest.approx([0.5, 0.5, 0.8, 0.8, 0.8])  # 1 - 0.2 - 0.3 and 1 - 0.2
+
+
 def test_a_turn_is_one_action_valued_at_its_first_token() -> None:
     """Tokens 5 6 | 9 10 11 of one sequence: two turns, with a tool's answer between them."""
     batch = micro([4, 5, 8, 9, 10], [0] * 5, [1.0])

@@ -1,11 +1,14 @@
 """The packed forward against plain transformers, and log-probs against log_softmax."""
 
+import weakref
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Gemma2Config
 
@@ -113,6 +116,45 @@ def test_bfloat16_accumulates_log_probs_in_float32() -> None:
     logprobs, _ = token_logprobs(hidden, weight, torch.arange(7), chunk=3)
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32 and hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+class Memory(TorchDispatchMode):
+    """The most floats that tensors made under it held at any one time."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.held = self.most = 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in given}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self._seen:
+                self._hold(storage, storage.data_ptr(), storage.nbytes() // 4)
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage, at: int, num: int) -> None:
+        self._seen.add(at)
+        self.held += num
+        self.most = max(self.most, self.held)
+        weakref.finalize(storage, self._drop, at, num)
+
+    def _drop(self, at: int, num: int) -> None:
+        self._seen.discard(at)
+        self.held -= num
+
+
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_log_probs_hold_two_blocks_of_logits_at_most(chunk: int) -> None:
+    num, width, vocab = 64, 4, 1000
+    hidden, weight = torch.randn(num, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    targets = torch.arange(num)
+    with Memory(hidden, weight, targets) as memory:
+        logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk=chunk)
+        forward = memory.most
+        (logprobs.sum() + entropy.sum()).backward()
+    assert 2 * chunk * vocab <= forward <= 2 * chunk * vocab + 8 * num
+    assert memory.most <= 2 * chunk * vocab + 8 * num + (num + vocab) * width
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, 0.9475), (0.5, 0.4554), (1.5, 1.1526)])

@@ -506,6 +506,61 @@ def test_critic_learns_the_reward_and_its_policy_follows_the_better_half(folder:
     }
 
 
+@pytest.mark.parametrize("body", ["shared", "own"])
+def test_a_kl_in_the_rewards_of_a_critic_is_that_of_the_start_of_the_batch(folder: Path, body: str) -> None:
+    kind = {"shared_critic": True} if body == "shared" else {"critic": load(folder)}
+    seen: list[Rows] = []
+
+    def watching(rows: Rows, limits: Limits) -> TokenLosses:
+        seen.append(rows)
+        return LOSSES["reinforce"](rows, limits)
+
+    policy = trainer(
+        folder,
+        **kind,
+        objective=Objective(loss=watching, kl="k1"),
+        reference=load(folder),
+        credit=Credit(lam=1.0, kl_coefficient=0.5),
+        critic_learning_rate=0.0,
+        learning_rate=1e-2,
+    )
+    batch = shares((5, 6), advantages=[0.0])  # no reward but the KL
+    policy.step(batch, 0)
+    assert seen[-1].advantages.abs().max() == 0  # the policy is the reference
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    kl = policy.score(batch.token_ids)[5:] - trainer(folder).score(batch.token_ids)[5:]
+    metrics = policy.step(batch, 1)
+    to_go = -0.5 * kl[::-1].cumsum()[::-1]
+    expected = (to_go - to_go.mean()) / to_go.std()
+    assert seen[-1].advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-3)
+    assert metrics["kl_reference"] == pytest.approx(kl.mean(), rel=1e-4)
+
+
+def test_policy_and_critic_are_clipped_each_by_its_own_norm(folder: Path) -> None:
+    def made(**settings: object) -> Trainer:
+        credit = Credit(coefficient=1e-3, clip=10.0)
+        return trainer(folder, **settings, credit=credit, critic_learning_rate=1e-4, learning_rate=1e-4)
+
+    def moment(policy: Trainer, module: torch.nn.Module) -> float:
+        squares = (policy.optimizer.state[p]["exp_avg"].double().square().sum().item() for p in module.parameters())
+        return math.sqrt(sum(squares)) / 0.1  # 1 - β of the first step
+
+    batch = shares((4, 20), (4, 20), advantages=[1, -1])
+    free, clipped = made(critic=load(folder)), made(critic=load(folder), grad_clip=0.01)
+    metrics = free.step(batch, 0)
+    assert metrics["grad_norm"] > 10 * metrics["critic_grad_norm"] > 0
+    assert moment(free, free.models.critic) == pytest.approx(metrics["critic_grad_norm"], rel=1e-5)
+    again = clipped.step(batch, 0)
+    assert {k: again[k] for k in ("grad_norm", "critic_grad_norm")} == {
+        k: metrics[k] for k in ("grad_norm", "critic_grad_norm")
+    }
+    assert moment(clipped, clipped.models.policy) == pytest.approx(0.01, rel=1e-5)
+    assert moment(clipped, clipped.models.critic) == pytest.approx(min(0.01, metrics["critic_grad_norm"]), rel=1e-5)
+    assert "critic_grad_norm" not in made(shared_critic=True).step(batch, 0)
+
+
 def test_a_critic_needs_to_be_told_how_to_credit(folder: Path) -> None:
     with pytest.raises(ValueError, match="credit"):
         trainer(folder, shared_critic=True)
