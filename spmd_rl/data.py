@@ -50,11 +50,8 @@ class Dataset:
         rows = rows[: len(rows) - self._holdout]
         if not rows:
             raise ValueError(f"data {self._path}: no rows are left to train on, holdout = {self._holdout}")
-        for epoch in range(self._max_epochs) if self._max_epochs else itertools.count():
-            order = list(range(len(rows)))
-            random.Random(f"epoch {epoch} {seed}").shuffle(order)
-            for i in order:
-                yield Task(env="", task_id=str(i), data=rows[i])
+        for i in shuffled(len(rows), seed=seed, max_epochs=self._max_epochs):
+            yield Task(env="", task_id=str(i), data=rows[i])
 
     def _eval_tasks(self) -> Iterator[Task]:
         """In the order of the files."""
@@ -64,6 +61,14 @@ class Dataset:
         first = 0 if self._eval_path else max(0, len(rows) - self._holdout)
         for i in range(first, len(rows)):
             yield Task(env="", task_id=f"eval {i}" if self._eval_path else str(i), data=rows[i])
+
+
+def shuffled(num: int, *, seed: int, max_epochs: int) -> Iterator[int]:
+    """The numbers below `num`, epoch after epoch, each in an order that the seed alone decides; 0 epochs: no end."""
+    for epoch in range(max_epochs) if max_epochs else itertools.count():
+        order = list(range(num))
+        random.Random(f"epoch {epoch} {seed}").shuffle(order)
+        yield from order
 
 
 def read_rows(path: Path, fields: Mapping[str, str]) -> list[Row]:

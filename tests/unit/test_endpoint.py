@@ -5,12 +5,14 @@ import urllib.error
 import urllib.request
 from itertools import count
 
+import numpy as np
 import pytest
 
 from spmd_rl import envs
+from spmd_rl.envs.chat_server import tool_calls
 from spmd_rl.episodes import PromptTooLong
 from spmd_rl.tokenizer import Tokenizer
-from spmd_rl.types import Task
+from spmd_rl.types import Completion, Task
 from tests.says import Says, trained_text, write_folder
 
 
@@ -48,7 +50,8 @@ async def another_conversation(url, data):
 async def mistakes(url, data):
     base = {"messages": [{"role": "user", "content": "x"}]}
     for at, body in (
-        (url, base | {"stream": True}),
+        (url, base | {"n": 2}),
+        (url, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         (url, {"messages": 7}),
         (url, [1]),
         (url + "/models", base),
@@ -112,8 +115,9 @@ def test_what_is_not_offered_is_refused_and_an_ended_episode_is_gone(tmp_path):
         return post(data["url"], {"messages": []})
 
     _, _, answers, rollout, after = play(tmp_path, "mistakes", then=afterwards)
-    assert [status for status, _ in answers] == [400, 400, 400, 404, 404]
-    assert answers[0][1]["error"]["message"] == "no streaming, one choice"
+    assert [status for status, _ in answers] == [400, 400, 400, 400, 404, 404]
+    messages = [answer["error"]["message"] for _, answer in answers]
+    assert messages[:2] == ["n = 2: one choice a request", "a message with parts of type image_url: only text"]
     assert rollout.num_turns == 0 and after[0] == 404
 
 
@@ -170,6 +174,64 @@ def test_the_error_behind_a_request_is_that_of_the_episode(tmp_path):
         await env.close()
 
     asyncio.run(main())
+
+
+async def goes_on_when_refused(url, data):
+    status, answer = await asyncio.to_thread(post, url, {"messages": [{"role": "user", "content": "x"}]})
+    data["answers"].append((status, answer["error"]["message"]))
+    return 1.0
+
+
+def test_a_program_that_goes_on_after_such_an_error_fails_all_the_same(tmp_path):
+    async def generate(token_ids, max_tokens=None):
+        raise PromptTooLong("9 tokens")
+
+    async def main():
+        env, data = endpoint(tmp_path, "goes_on_when_refused"), {"answers": []}
+        with pytest.raises(PromptTooLong, match="9 tokens"):
+            await env.rollout(Task(env="", task_id="t", data=data), generate)
+        await env.close()
+        assert data["answers"] == [(400, "9 tokens")]
+
+    asyncio.run(main())
+
+
+def test_a_context_that_is_used_up_ends_a_conversation_in_words_that_clients_know(tmp_path):
+    async def generate(token_ids, max_tokens=None):
+        none = np.empty(0, np.int32)
+        return Completion(token_ids=none, logprobs=np.empty(0, np.float32), versions=none, finish_reason="length")
+
+    async def main():
+        env, data = endpoint(tmp_path, "goes_on_when_refused"), {"answers": []}
+        rollout = await env.rollout(Task(env="", task_id="t", data=data), generate)
+        await env.close()
+        assert (rollout.reward, rollout.finish_reason) == (1.0, "length")
+        ((status, message),) = data["answers"]
+        assert status == 400 and message.startswith("this model's maximum context length is reached by the ")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "called"),
+    [
+        ("no call", "no call", []),
+        ('a <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> b', "a  b", [("f", '{"x": 1}')]),
+        (
+            '<tool_call>\n{"name": "f", "arguments": "{}"}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+            "",
+            [("f", "{}"), ("g", "{}")],
+        ),
+        ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
+        ('<tool_call>["f"]</tool_call>', '<tool_call>["f"]</tool_call>', []),
+        ("<tool_call>{}", "<tool_call>{}", []),
+    ],
+)
+def test_tool_calls_are_told_from_what_is_said_beside_them(text, content, called):
+    said, calls = tool_calls(text)
+    assert said == content
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == called
+    assert len({call["id"] for call in calls}) == len(calls)
 
 
 def test_a_program_that_does_not_exist_is_said(tmp_path):

@@ -1,0 +1,3 @@
+from verifiers import Words as load_environment
+
+__all__ = ["load_environment"]
