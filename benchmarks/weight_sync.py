@@ -85,7 +85,7 @@ def measure(world: World, model_name: str, megabytes: int, repeats: int, bucket_
             meta_groups=world.wts_meta,
             payload_groups=world.wts,
             device=world.device,
-            deliver=lambda *weights: arrived.put(weights),
+            deliver=lambda version, fetch: arrived.put(fetch()),
             failed=fail,
             bucket_bytes=bucket_bytes,
         )
@@ -161,7 +161,7 @@ def send_steps(
             meta_groups=world.wts_meta,
             payload_groups=world.wts,
             device=world.device,
-            deliver=lambda *weights: arrived.put(weights),
+            deliver=lambda version, fetch: arrived.put(fetch()),
             **common,
         )
     taken = []

@@ -53,7 +53,7 @@ class _Request:
 
 @dataclass
 class _Swap:
-    tensors: Mapping[str, torch.Tensor]
+    weights: Callable[[], Mapping[str, torch.Tensor]]
     version: int
     loaded: Callable[[float], None]
     cancelled: set[int] = field(default_factory=set)
@@ -133,13 +133,15 @@ class EngineThread:
         self._commands.put(command)
         return await future
 
-    def load(self, tensors: Mapping[str, torch.Tensor], version: int, loaded: Callable[[float], None]) -> None:
-        """Swap weights between two steps; `loaded(pause_s)` is called on the engine thread afterwards."""
+    def load(
+        self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, loaded: Callable[[float], None]
+    ) -> None:
+        """Swap weights between two steps, when `weights()` may wait; then `loaded(pause_s)`, on the engine thread."""
 
         def command() -> None:
             if self._swap is not None:
                 raise RuntimeError(f"weights {version} arrived before {self._swap.version} were swapped in")
-            self._swap = _Swap(tensors, version, loaded)
+            self._swap = _Swap(weights, version, loaded)
             if not self._swap_is_due:
                 self._held_since = time.perf_counter()
 
@@ -211,7 +213,7 @@ class EngineThread:
             return
         start = time.perf_counter()
         self._progress(f"loading weights {swap.version}")
-        self.engine.load_weights(swap.tensors, swap.version)
+        self.engine.load_weights(swap.weights(), swap.version)
         pause_s = time.perf_counter() - start
         self.stats.busy_s += pause_s
         self.stats.pause_s += pause_s

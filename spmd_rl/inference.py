@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from spmd_rl import envs, packing
 from spmd_rl.config import Config
@@ -26,6 +25,7 @@ from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
 from spmd_rl.weight_disk import DiskReceiver
+from spmd_rl.weight_wire import Fetch
 from spmd_rl.world import World
 
 Send = Callable[[Message], None]
@@ -102,22 +102,23 @@ class InferenceRank:
         message = Message(Kind.PINNED, {"number": number, "version": version, "held_s": held_s})
         self._loop.call_soon_threadsafe(self._send, message)
 
-    def _weights_arrived(self, version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:
+    def _weights_arrived(self, version: int, fetch: Fetch) -> None:
         """On the receiver's thread: have the engine swap between two steps, then acknowledge and score the probe."""
-        report = self._receiver.report
         if self._waits_for_word and self._engine.version >= 0:
             self._may_swap.acquire()  # unblocked by rank 0's word, once nothing runs that is of the version before
 
         def swapped(pause_s: float) -> None:  # on the engine's thread
             self._receiver.release(version)
-            words = {"version": version, "checksums": checksums, "receive_s": report.receive_s, "pause_s": pause_s}
+            received = fetch()
+            words = {"version": version, "checksums": received.checksums, "receive_s": received.receive_s}
+            words["pause_s"] = pause_s
             self._loop.call_soon_threadsafe(self._send, Message(Kind.LOADED, words))
             if self._probe and version % self._probe_every == 0:
                 logprobs = np.concatenate([self._engine.engine.score(sequence) for sequence in self._probe])
                 message = Message(Kind.PROBED, {"version": version}, {"logprobs": logprobs})
                 self._loop.call_soon_threadsafe(self._send, message)
 
-        self._engine.load(tensors, version, swapped)
+        self._engine.load(lambda: fetch().tensors, version, swapped)
 
 
 def make_episodes(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import queue
 import time
 
-import torch
-
 from spmd_rl.config import Config
 from spmd_rl.engine.lockstep import follow
 from spmd_rl.engines import build_engine, make_receiver
@@ -19,6 +17,7 @@ from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.weight_disk import DiskReceiver
+from spmd_rl.weight_wire import Received
 from spmd_rl.world import World
 
 
@@ -29,24 +28,28 @@ def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, si
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
     inbox = Inbox(peer=0, group=world.ctl, deliver=lambda message: None, failed=live.lost)  # nothing comes but STOP
     signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
-    arrived: queue.Queue[tuple[int, dict[str, torch.Tensor], dict[str, object]]] = queue.Queue()
+    arrived: queue.Queue[Received] = queue.Queue()
 
-    def deliver(version: int, tensors: dict[str, torch.Tensor], checksums: list[int]) -> None:
-        words = {"version": version, "checksums": checksums, "receive_s": receiver.report.receive_s}
-        arrived.put((version, tensors, words))
-
-    receiver = make_receiver(world, config, run_dir, specs=specs, deliver=deliver, failed=live.failed)
+    receiver = make_receiver(
+        world,
+        config,
+        run_dir,
+        specs=specs,
+        deliver=lambda version, fetch: arrived.put(fetch()),
+        failed=live.failed,
+    )
 
     def load(version: int) -> None:
         live.progress(f"waiting for weights {version}")
         if isinstance(receiver, DiskReceiver):
             receiver.take(version)
-        came, tensors, words = arrived.get()
-        if came != version:
-            raise RuntimeError(f"the leader's plan says weights {version}, {came} arrived")
+        received = arrived.get()
+        if received.version != version:
+            raise RuntimeError(f"the leader's plan says weights {version}, {received.version} arrived")
         start = time.perf_counter()
-        engine.load_weights(tensors, version)
+        engine.load_weights(received.tensors, version)
         receiver.release(version)
+        words = {"version": version, "checksums": received.checksums, "receive_s": received.receive_s}
         outbox.put(Message(Kind.LOADED, {**words, "pause_s": time.perf_counter() - start}))
 
     follow(engine=engine, group=world.engine_group, load=load, progress=live.progress)

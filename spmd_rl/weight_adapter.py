@@ -28,7 +28,7 @@ from spmd_rl.weight_delta import squared_change
 from spmd_rl.weight_layout import BUCKET_BYTES, TensorSpec, chunk, local_rows, shard_layout, views
 from spmd_rl.weight_receiver import WeightReceiver
 from spmd_rl.weight_sender import WeightSender
-from spmd_rl.weight_wire import Deliver, Failed, ReceiveReport, SendReport
+from spmd_rl.weight_wire import Deliver, Failed, Fetch, SendReport
 
 PROOF = "merged"  # the tensor of checksums [senders, chosen weights]
 
@@ -150,7 +150,6 @@ class AdapterReceiver:
     ) -> None:
         self._specs, self._lora, self._senders = specs, lora, list(meta_groups)
         self._device, self._deliver = device, deliver
-        self._merge_s = 0.0
         self._frozen: dict[str, Tensor] = {}
         self._models: list[dict[str, Tensor]] = []  # by version modulo 2
         self._make = partial(
@@ -165,12 +164,6 @@ class AdapterReceiver:
             specs=frozen_specs(specs, lora, exact), deliver=self._take_frozen, ended=self._go_on
         )
 
-    @property
-    def report(self) -> ReceiveReport:
-        """Of the last version that was delivered, merging included."""
-        report = self._receiver.report
-        return replace(report, receive_s=report.receive_s + self._merge_s)
-
     def release(self, version: int) -> None:
         self._receiver.release(version)
 
@@ -178,14 +171,14 @@ class AdapterReceiver:
         for _ in range(2):  # of the frozen model, whose end makes the one of versions
             self._receiver.join(timeout_s=timeout_s)
 
-    def _take_frozen(self, version: int, tensors: dict[str, Tensor], checksums: list[int]) -> None:
+    def _take_frozen(self, version: int, fetch: Fetch) -> None:
+        self._frozen = fetch().tensors
         layout = shard_layout(self._specs)
         for _ in range(2):
             model = views(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._device), layout)
             for name, tensor in model.items():
-                tensor.copy_(tensors[name])
+                tensor.copy_(self._frozen[name])
             self._models.append(model)
-        self._frozen = tensors
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # another thread goes on, on a stream of its own
 
@@ -193,8 +186,9 @@ class AdapterReceiver:
         specs = version_specs(self._specs, self._lora, len(self._senders))
         self._receiver = self._make(specs=specs, deliver=self._merge)
 
-    def _merge(self, version: int, additions: dict[str, Tensor], checksums: list[int]) -> None:
-        started = time.perf_counter()
+    def _merge(self, version: int, fetch: Fetch) -> None:
+        received, started = fetch(), time.perf_counter()
+        additions = received.tensors
         model, names, sums = self._models[version % 2], [], []
         for spec in self._lora.chosen(self._specs):
             layer = spec.name.removesuffix(".weight")
@@ -212,5 +206,6 @@ class AdapterReceiver:
                     f"weights of version {version}: {wrong[0]} and {len(wrong) - 1} more differ, as merged here, from "
                     f"what rank {sender} merged; lora.sync = 'merged' sends the trainer's bits"
                 )
-        self._merge_s = time.perf_counter() - started
-        self._deliver(version, model, checksums)
+        seconds = received.receive_s + time.perf_counter() - started
+        whole = replace(received, tensors=model, receive_s=seconds)
+        self._deliver(version, lambda: whole)

@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from spmd_rl.weight_checksum import tensor_checksum
 from spmd_rl.weight_delta import squared_change
-from spmd_rl.weight_wire import END, Deliver, Failed, ReceiveReport, SendReport
+from spmd_rl.weight_wire import END, Deliver, Failed, Received, SendReport
 
 KEPT = 2  # versions
 FILE = "model.safetensors"
@@ -55,7 +55,6 @@ class DiskSender:
             self.report = SendReport(
                 version=version,
                 num_bytes=(folder / FILE).stat().st_size,
-                hold_s=hold_s,
                 send_s=hold_s,
                 sent_bytes=(folder / FILE).stat().st_size,
                 update_norm=norm,
@@ -76,7 +75,6 @@ class DiskReceiver:
     """Reads the versions that it is told of, in a thread, and delivers them one by one."""
 
     def __init__(self, *, weights: Path, device: torch.device, deliver: Deliver, failed: Failed) -> None:
-        self.report: ReceiveReport | None = None
         self._weights, self._device, self._deliver, self._failed = weights, device, deliver, failed
         self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weight reader", daemon=True)
@@ -108,11 +106,16 @@ class DiskReceiver:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
         checksums = [int(tensor_checksum(tensor)) for tensor in tensors.values()]
-        tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
         size = path.stat().st_size
-        seconds = time.perf_counter() - start
-        self.report = ReceiveReport(version=version, num_bytes=size, wait_s=0.0, receive_s=seconds, received_bytes=size)
-        self._deliver(version, tensors, checksums)
+        received = Received(
+            version=version,
+            tensors={name: tensor.to(self._device) for name, tensor in tensors.items()},
+            checksums=checksums,
+            num_bytes=size,
+            receive_s=time.perf_counter() - start,
+            received_bytes=size,
+        )
+        self._deliver(version, lambda: received)
 
 
 def _compared(new: Path, old: Path) -> tuple[list[int], float]:

@@ -10,7 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,8 @@ from spmd_rl.weight_wire import (
     IN_FLIGHT,
     Deliver,
     Failed,
-    ReceiveReport,
+    Header,
+    Received,
     bucket_checksum,
     check_sums,
     read_header,
@@ -35,9 +38,11 @@ from spmd_rl.weight_wire import (
 class WeightReceiver:
     """Receives every version from all senders in a thread, into the one of two buffers that is not in use.
 
-    `deliver(version, tensors, checksums)` is called in that thread once a version is complete and verified.  The
+    `deliver(version, fetch)` is called in that thread once a version is complete and verified; `fetch()` gives it.  Its
     tensors are views that stay as they are until a later version has been released: `release(v)` says that the engine
     has swapped to v, so what it used before may be overwritten.  At most one version is received ahead.
+    With `in_place` there is one buffer: `deliver` is called when a version begins to come, and `fetch()`, called when
+    the engine stands still, waits until it has overwritten the one before.
     The end of the senders ends the thread; any error ends it with one call of `failed`.
     """
 
@@ -51,9 +56,9 @@ class WeightReceiver:
         deliver: Deliver,
         failed: Failed,
         ended: Callable[[], None] = lambda: None,  # in that thread, after the senders' end
+        in_place: bool = False,  # needs the memory of one version, not of two; the engine waits while one comes
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.report: ReceiveReport | None = None  # of the last version that was delivered
         self._meta_groups, self._payload_groups = dict(meta_groups), dict(payload_groups)
         self._deliver, self._failed, self._ended = deliver, failed, ended
         self._device = device
@@ -61,14 +66,15 @@ class WeightReceiver:
         count = len(self._meta_groups)
         self._hash = manifest_hash(specs, num_senders=count, bucket_bytes=bucket_bytes)
         self._specs = specs
-        self._received_bytes = 0
         whole = shard_layout(specs, bucket_bytes=bucket_bytes)
         self._placements = {
             sender: Placement(shard_layout(specs, index=index, count=count, bucket_bytes=bucket_bytes), whole)
             for index, sender in enumerate(self._meta_groups)
         }
         # zeros touch every page once: a first write to fresh memory costs as much as the copy
-        self._buffers = [torch.zeros(whole.num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers = [
+            torch.zeros(whole.num_bytes, dtype=torch.uint8, device=device) for _ in range(1 if in_place else 2)
+        ]
         self._tensors = [views(buffer, whole) for buffer in self._buffers]
         backends = {dist.get_backend(group) for group in self._payload_groups.values()}
         self._over_host = device.type == "cuda" and backends != {"nccl"}
@@ -87,7 +93,8 @@ class WeightReceiver:
                 )
                 for _ in range(IN_FLIGHT)
             ]
-        self._free = threading.Semaphore(2)
+        self._in_place = in_place
+        self._free = threading.Semaphore(0 if in_place else 2)
         self._released: int | None = None
         self._version: int | None = None
         self._thread = threading.Thread(target=self._run, name="weight receiver", daemon=True)
@@ -98,7 +105,8 @@ class WeightReceiver:
         if self._released is not None:
             if version != self._released + 1:
                 raise RuntimeError(f"released version {version} after {self._released}")
-            self._free.release()
+            if not self._in_place:
+                self._free.release()
         self._released = version
 
     def join(self, *, timeout_s: float = 20.0) -> None:
@@ -124,55 +132,61 @@ class WeightReceiver:
 
     @torch.no_grad()
     def _receive_version(self) -> bool:
-        version, started, wait_s = None, 0.0, 0.0
-        checksums: list[int] = []
-        slot = 0
-        for sender in self._meta_groups:
-            header = self._header(sender, version)
-            if header == END:
-                version = END
-                continue
-            if version is None:
-                version = header
-                started = time.perf_counter()
-                self._free.acquire()  # unblocked by `release`
-                wait_s = time.perf_counter() - started
-                slot = version % 2
-            receive = self._receive_delta if self._is_delta else self._receive_shard
-            checksums += receive(sender, version, self._buffers[slot])
-        if version == END:
+        first, *others = self._meta_groups
+        header = self._header(first, *([] if self._version is None else [self._version + 1, END]))
+        if (version := header.version) == END:
+            for sender in others:
+                self._header(sender, END)
             return False
-        assert version is not None
+        arrived: Future[Received] = Future()
+        if self._in_place:
+            self._deliver(version, partial(self._fetch_in_place, arrived))
+        self._free.acquire()  # unblocked by `release`, in place by the fetch
+        started = time.perf_counter()
+        slot = version % len(self._buffers)
+        checksums, received_bytes = [], 0
+        for sender in self._meta_groups:
+            if sender != first:
+                header = self._header(sender, version)
+            receive = self._receive_delta if header.is_delta else self._receive_shard
+            sums, num_bytes = receive(sender, version, self._buffers[slot])
+            checksums += sums
+            received_bytes += num_bytes
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._version = version
-        self.report = ReceiveReport(
-            version=version,
-            num_bytes=sum(placement.shard.num_bytes for placement in self._placements.values()),
-            wait_s=wait_s,
-            receive_s=time.perf_counter() - started - wait_s,
-            received_bytes=self._received_bytes,
+        arrived.set_result(
+            Received(
+                version=version,
+                tensors=self._tensors[slot],
+                checksums=checksums,
+                num_bytes=sum(placement.shard.num_bytes for placement in self._placements.values()),
+                receive_s=time.perf_counter() - started,
+                received_bytes=received_bytes,
+            )
         )
-        self._received_bytes = 0
-        self._deliver(version, self._tensors[slot], checksums)
+        if not self._in_place:
+            self._deliver(version, arrived.result)
         return True
 
-    def _header(self, sender: int, expected: int | None) -> int:
-        header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
-        dist.broadcast(header, sender, group=self._meta_groups[sender])
-        layout = self._placements[sender].shard
-        words = read_header(header, layout=layout, manifest_hash=self._hash, sender=sender, rank=self._rank)
-        version, self._is_delta = words.version, words.is_delta
-        if expected is None and version != END and self._version is not None:
-            expected = self._version + 1
-        if expected is not None and version != expected:
-            raise RuntimeError(
-                f"rank {sender} sends weights of version {version}, expected {expected}: a version is never skipped or "
-                "repeated"
-            )
-        return version
+    def _fetch_in_place(self, arrived: Future[Received]) -> Received:
+        if not arrived.done():
+            self._free.release()
+        return arrived.result()
 
-    def _receive_shard(self, sender: int, version: int, whole: Tensor) -> list[int]:
+    def _header(self, sender: int, *expected: int) -> Header:
+        words = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+        dist.broadcast(words, sender, group=self._meta_groups[sender])
+        layout = self._placements[sender].shard
+        header = read_header(words, layout=layout, manifest_hash=self._hash, sender=sender, rank=self._rank)
+        if expected and header.version not in expected:
+            raise RuntimeError(
+                f"rank {sender} sends weights of version {header.version}, expected {expected[0]}: a version is never "
+                "skipped or repeated"
+            )
+        return header
+
+    def _receive_shard(self, sender: int, version: int, whole: Tensor) -> tuple[list[int], int]:
         placement = self._placements[sender]
         posted: deque[tuple[int, Tensor, dist.Work]] = deque()
         sums: list[Tensor] = []
@@ -183,7 +197,6 @@ class WeightReceiver:
             if bucket == 0 and (came := int(data[:8].view(torch.int64))) != version:
                 raise RuntimeError(f"weights from rank {sender} begin with version {came}, the header said {version}")
             sums.append(bucket_checksum(data, first=bucket == 0))
-            self._received_bytes += len(data)
             if not self._direct:
                 start = placement.shard.buckets[bucket][0]
                 for first, last, at in placement.spans(bucket):
@@ -197,15 +210,15 @@ class WeightReceiver:
                 finish()
         while posted:
             finish()
-        return self._verify(sender, version, torch.stack(sums).tolist())
+        return self._verify(sender, version, sums), placement.shard.num_bytes
 
-    def _receive_delta(self, sender: int, version: int, whole: Tensor) -> list[int]:
-        """On top of the version before, which the other buffer holds."""
+    def _receive_delta(self, sender: int, version: int, whole: Tensor) -> tuple[list[int], int]:
+        """On top of the version before, which is in the other buffer, in place in this one."""
         placement, word = self._placements[sender], word_of(self._specs)
         layout = placement.shard
         if self._version is None:
             raise RuntimeError(f"rank {sender} sends a delta of weights {version} to an engine that has none before")
-        base = self._buffers[(version - 1) % 2]
+        base = self._buffers[(version - 1) % len(self._buffers)]
         table = torch.zeros(len(layout.buckets), 2, dtype=torch.int64)
         dist.broadcast(table, sender, group=self._meta_groups[sender])
         payload = torch.zeros(
@@ -216,8 +229,7 @@ class WeightReceiver:
             dist.broadcast(piece, sender, group=self._payload_groups[sender])
         if (came := int(payload[:8].view(torch.int64))) != version:
             raise RuntimeError(f"weights from rank {sender} begin with version {came}, the header said {version}")
-        self._received_bytes += len(payload) + table.nbytes
-        for bucket in range(len(layout.buckets)):
+        for bucket in range(len(layout.buckets) if base is not whole else 0):
             for first, last, at in placement.spans(bucket):
                 whole[at : at + last - first].copy_(base[at : at + last - first])
         words = whole.view(word)
@@ -225,13 +237,16 @@ class WeightReceiver:
             words[placement.in_whole(positions, word).to(self._device)] = new.to(self._device)
         sums = []
         for bucket, (start, end) in enumerate(layout.buckets):
-            data = torch.zeros(end - start, dtype=torch.uint8, device=self._device)
-            for first, last, at in placement.spans(bucket):
-                data[first - start : last - start].copy_(whole[at : at + last - first])
+            data = whole[start:end]
+            if len(self._placements) > 1:
+                data = torch.zeros(end - start, dtype=torch.uint8, device=self._device)
+                for first, last, at in placement.spans(bucket):
+                    data[first - start : last - start].copy_(whole[at : at + last - first])
             sums.append(bucket_checksum(data, first=bucket == 0))
-        return self._verify(sender, version, torch.stack(sums).tolist())
+        return self._verify(sender, version, sums), len(payload) + table.nbytes
 
-    def _verify(self, sender: int, version: int, received: list[int]) -> list[int]:
+    def _verify(self, sender: int, version: int, sums: Sequence[Tensor]) -> list[int]:
+        received = torch.stack(list(sums)).tolist()
         trailer = torch.empty(2 + len(received), dtype=torch.int64)
         dist.broadcast(trailer, sender, group=self._meta_groups[sender])
         check_sums(

@@ -1,8 +1,8 @@
 """A trainer rank's side of weight sync: its own shard, broadcast to all engines; nobody gathers.
 
-The trainer is held only while its shard is copied into staging; a thread compares it with the version before and sends
-it, or what changed.  Over NCCL the sender's main thread sends, so that its collectives keep one order.  A version is
-never skipped or repeated.  Knows nothing of trainers or of who receives.
+The trainer is held only while its shard is copied into staging; a thread sends each bucket as soon as it is copied, or
+what changed since the version before.  Over NCCL the sender's main thread sends, so that its collectives keep one
+order.  A version is never skipped or repeated.  Knows nothing of trainers or of who receives.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ class WeightSender:
             for _ in range(2)
         ]
         self._targets = [views(buffer, self._layout) for buffer in self._buffers]
+        self._copied = [threading.Event() for _ in self._layout.buckets]
         self._version: int | None = None
         self._error: Exception | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._jobs: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weight sender", daemon=True)
         if not self._inline:
             self._thread.start()
@@ -84,11 +85,16 @@ class WeightSender:
             raise RuntimeError(
                 f"weights of version {version} after {self._version}: a version is never skipped or repeated"
             )
-        started = time.perf_counter()
-        self._pack(version)
-        hold_s = time.perf_counter() - started
         self._version = version
-        self._submit((version, hold_s))
+        for copied in self._copied:
+            copied.clear()
+        if not self._inline:
+            self._submit(version)
+        started = time.perf_counter()
+        self._copy(version)
+        hold_s = time.perf_counter() - started
+        if self._inline:
+            self._send(version)
         return hold_s
 
     def wait(self) -> SendReport | None:
@@ -99,9 +105,11 @@ class WeightSender:
     def close(self) -> None:
         """Send what is left, then the end, and stop the thread."""
         self._wait()
-        self._submit((END, 0.0))
-        if not self._inline:
-            self._thread.join()
+        if self._inline:
+            self._send(END)
+            return
+        self._submit(END)
+        self._thread.join()
         self._wait()
 
     def _wait(self) -> None:
@@ -109,37 +117,39 @@ class WeightSender:
         if self._error is not None:
             raise RuntimeError(f"sending weights of version {self._version} failed: {self._error}") from self._error
 
-    def _submit(self, job: tuple[int, float]) -> None:
-        if self._inline:
-            self._send(*job)
-        else:
-            self._idle.clear()
-            self._jobs.put(job)
+    def _submit(self, version: int) -> None:
+        self._idle.clear()
+        self._jobs.put(version)
 
     def _run(self) -> None:
         version = 0
         while version != END and self._error is None:
-            version, hold_s = self._jobs.get()
+            version = self._jobs.get()
             try:
-                self._send(version, hold_s)
+                self._send(version)
             except Exception as error:
                 self._error = error
                 self._failed(error)
             self._idle.set()
 
     @torch.no_grad()
-    def _pack(self, version: int) -> None:
+    def _copy(self, version: int) -> None:
+        """The parameters into staging, in the order of buckets; the sending thread follows."""
         self._buffers[version % 2][:8].view(torch.int64).fill_(version)
         targets = self._targets[version % 2]
-        for piece in self._layout.pieces:
+        waiting = deque(zip(self._layout.buckets, self._copied, strict=True))
+        for piece, after in zip(self._layout.pieces, [*self._layout.pieces[1:], None], strict=True):
             if piece.num_rows:
                 rows = local_rows(self._parameters[piece.spec.name], piece, count=self._count)
                 targets[piece.spec.name].copy_(rows, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            complete = self._layout.num_bytes if after is None else after.start
+            if waiting and waiting[0][0][1] <= complete and self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            while waiting and waiting[0][0][1] <= complete:
+                waiting.popleft()[1].set()
 
     @torch.no_grad()
-    def _send(self, version: int, hold_s: float) -> None:
+    def _send(self, version: int) -> None:
         started = time.perf_counter()
         layout, new = self._layout, self._buffers[version % 2]
         delta = self._delta(version)
@@ -155,6 +165,7 @@ class WeightSender:
         posted: deque[dist.Work] = deque()
         sums = []
         for bucket, (start, end) in enumerate(layout.buckets):
+            self._copied[bucket].wait()
             if delta is None:
                 posted.append(self._broadcast_bucket(bucket, new[start:end]))
             sums.append(bucket_checksum(new[start:end], first=bucket == 0))
@@ -167,7 +178,6 @@ class WeightSender:
         self.report = SendReport(
             version=version,
             num_bytes=layout.num_bytes,
-            hold_s=hold_s,
             send_s=time.perf_counter() - started,
             sent_bytes=layout.num_bytes if delta is None else len(delta.payload) + delta.table.nbytes,
             update_norm=self._update_norm(version),
@@ -179,6 +189,7 @@ class WeightSender:
         """What changed, if it is less than all; None for the first version, anchors and the end."""
         if self._word is None or version == END or self.report is None or version % self._anchor_every == 0:
             return None
+        self._copied[-1].wait()
         old, new = self._buffers[(version - 1) % 2], self._buffers[version % 2]
         return encode(old, new, self._layout, word=self._word, version=version)
 

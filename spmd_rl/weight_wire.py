@@ -1,4 +1,4 @@
-"""What travels with weights from one sender to all receivers, and what both sides report.
+"""What travels with weights from one sender to all receivers, and what both sides tell of it.
 
 On the wire, for each version and sender (payload over `wts`, the rest over `wts_meta`, always gloo):
 
@@ -26,7 +26,6 @@ END = -1  # version of the last header
 HEADER_LENGTH = 8
 IN_FLIGHT = 3  # buckets under way at once
 
-Deliver = Callable[[int, dict[str, Tensor], list[int]], None]  # (version, tensors, checksums of all senders)
 Failed = Callable[[Exception], None]
 
 
@@ -36,22 +35,26 @@ class SendReport:
 
     version: int
     num_bytes: int
-    hold_s: float  # the trainer stood still
     send_s: float  # from the header to the last bucket, the receivers' waiting for a free buffer included
     sent_bytes: int  # less than num_bytes if a delta was enough
     update_norm: float  # L2 norm of this shard's change as the engines see it; of the first version, of the weights
     checksums: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReceiveReport:
-    """One version as its receiver saw it."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Received:
+    """One version as its receiver has it, complete and verified."""
 
     version: int
+    tensors: dict[str, Tensor]
+    checksums: list[int]  # of all senders
     num_bytes: int
-    wait_s: float  # from the first header until a buffer was free
-    receive_s: float  # until everything had arrived and was verified
+    receive_s: float  # from there being memory for it until it was verified
     received_bytes: int  # less than num_bytes if deltas were enough
+
+
+Fetch = Callable[[], Received]
+Deliver = Callable[[int, Fetch], None]  # (version, what gives it)
 
 
 @dataclass(frozen=True, slots=True)

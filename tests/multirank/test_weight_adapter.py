@@ -15,6 +15,7 @@ from spmd_rl.low_rank import Lora, merged
 from spmd_rl.trainer.optimizer import local, whole
 from spmd_rl.weight_adapter import AdapterReceiver, AdapterSender
 from spmd_rl.weight_layout import TensorSpec
+from spmd_rl.weight_wire import Received
 from spmd_rl.world import World
 from tests.ranks import run_worlds
 
@@ -117,17 +118,18 @@ def trains(world: World, dtype: torch.dtype, exact: torch.dtype) -> list[tuple[A
     return done
 
 
-def decodes(world: World, dtype: torch.dtype, exact: torch.dtype) -> list[tuple[Any, list[int], dict]]:
-    """(report, checksums, whole weights in bits) of each version; live ones stay as they are until the next are."""
-    arrived: queue.Queue[tuple] = queue.Queue()
-    receiver = make_receiver(world, dtype, exact, lambda *weights: arrived.put((receiver.report, *weights)))
+def decodes(world: World, dtype: torch.dtype, exact: torch.dtype) -> list[tuple[list[int], dict]]:
+    """(checksums, whole weights in bits) of each version; live ones stay as they are until the next are."""
+    arrived: queue.Queue[Received] = queue.Queue()
+    receiver = make_receiver(world, dtype, exact, lambda version, fetch: arrived.put(fetch()))
     seen, live, before = [], {}, {}
     for version in range(FIRST, LAST + 1):
-        report, came, tensors, checksums = arrived.get(timeout=LIMIT_S)
-        assert (came, report.version, list(tensors)) == (version, version, list(SHAPES))
+        received = arrived.get(timeout=LIMIT_S)
+        tensors = received.tensors
+        assert (received.version, list(tensors)) == (version, list(SHAPES))
         assert all((bits(tensor) == before[name]).all() for name, tensor in live.items())
         live, before = tensors, {name: bits(tensor) for name, tensor in tensors.items()}
-        seen.append((report, checksums, before))
+        seen.append((received.checksums, before))
         receiver.release(version)
     receiver.join(timeout_s=LIMIT_S)
     return seen
@@ -149,7 +151,7 @@ def test_engines_hold_the_bits_of_the_merged_weights(num_inference, num_trainers
     answers = run_worlds(lives, num_inference, num_trainers, dtype, exact)
     trainers = answers[num_inference:]
     for engine in answers[:num_inference]:
-        for step, (_, checksums, weights) in enumerate(engine):
+        for step, (checksums, weights) in enumerate(engine):
             sent = [trainer[step][0] for trainer in trainers]
             for name, array in weights.items():
                 rows = np.concatenate([trainer[step][1][name] for trainer in trainers])

@@ -14,16 +14,20 @@ from torch.distributed.tensor import distribute_tensor
 from spmd_rl.weight_layout import TensorSpec, manifest
 from spmd_rl.weight_receiver import WeightReceiver
 from spmd_rl.weight_sender import WeightSender
+from spmd_rl.weight_wire import Deliver, Received
 from spmd_rl.world import World
 from tests.gather import gather_and_broadcast
 from tests.ranks import RankFailed, run_worlds
 
 LIMIT_S = 20.0
-Arrived = tuple[int, dict[str, Tensor], list[int]]
 
 
 def raises(error: Exception) -> None:
     raise error
+
+
+def into(arrived: queue.Queue[Received]) -> Deliver:
+    return lambda version, fetch: arrived.put(fetch())
 
 
 class SmallModel(nn.Module):
@@ -84,7 +88,7 @@ def make_sender(
 def make_receiver(
     world: World,
     specs: list[TensorSpec],
-    deliver: Callable[[int, dict[str, Tensor], list[int]], None],
+    deliver: Deliver,
     failed: Callable[[Exception], None] = raises,
 ) -> WeightReceiver:
     return WeightReceiver(
@@ -122,17 +126,18 @@ def trains_and_decodes(world: World, dtype: torch.dtype, num_versions: int) -> l
             assert report.sent_bytes == report.num_bytes
             sender.close()
         return []
-    arrived: queue.Queue[Arrived] = queue.Queue()
-    receiver = make_receiver(world, specs, lambda *weights: arrived.put(weights))
+    arrived: queue.Queue[Received] = queue.Queue()
+    receiver = make_receiver(world, specs, into(arrived))
     live, sums, seen = {}, {}, []
     for version in range(num_versions):
         while arrived.empty():
             for name, tensor in live.items():  # decoding: the live weights stay what they are
                 assert float(tensor.float().sum()) == sums[name]
-        got, live, checksums = arrived.get_nowait()
-        assert got == version
+        received = arrived.get_nowait()
+        assert received.version == version
+        live, checksums = received.tensors, received.checksums
         same_bytes(live, small_model(version), dtype)
-        assert len(checksums) == receiver.report.num_bytes // 256
+        assert len(checksums) == received.num_bytes // 256
         sums = {name: float(tensor.float().sum()) for name, tensor in live.items()}
         receiver.release(version)
         seen.append(sum(checksums) % 2**61)
@@ -184,14 +189,14 @@ def sends_deltas(world: World, dtype: torch.dtype) -> list[int]:
                     parameter.copy_(full)
         sender.close()
         return sent
-    arrived: queue.Queue[Arrived] = queue.Queue()
-    receiver = make_receiver(world, specs, lambda *weights: arrived.put(weights))
+    arrived: queue.Queue[Received] = queue.Queue()
+    receiver = make_receiver(world, specs, into(arrived))
     received = []
     for version in range(8):
-        got, tensors, _ = arrived.get(timeout=LIMIT_S)
-        assert got == version
-        same_bytes(tensors, nudged(version), dtype)
-        received.append(receiver.report.received_bytes)
+        got = arrived.get(timeout=LIMIT_S)
+        assert got.version == version
+        same_bytes(got.tensors, nudged(version), dtype)
+        received.append(got.received_bytes)
         receiver.release(version)
     receiver.join(timeout_s=LIMIT_S)
     return received
@@ -217,9 +222,9 @@ def sends_both_ways(world: World) -> None:
         sender.close()
         gather_and_broadcast(dict(model.named_parameters()), specs=specs, source=source, group=world.wts.get(source))
         return
-    arrived: queue.Queue[Arrived] = queue.Queue()
-    make_receiver(world, specs, lambda *weights: arrived.put(weights)).join(timeout_s=LIMIT_S)
-    _, tensors, _ = arrived.get_nowait()
+    arrived: queue.Queue[Received] = queue.Queue()
+    make_receiver(world, specs, into(arrived)).join(timeout_s=LIMIT_S)
+    tensors = arrived.get_nowait().tensors
     gathered = gather_and_broadcast(None, specs=specs, source=source, group=world.wts[source])
     for name, tensor in gathered.items():
         assert torch.equal(tensors[name], tensor), name
@@ -318,7 +323,7 @@ def measures(world: World) -> None:
         assert report.update_norm == pytest.approx(norm, rel=1e-5)
         sender.close()
         return
-    receiver = make_receiver(world, specs, lambda version, tensors, checksums: receiver.release(version))
+    receiver = make_receiver(world, specs, lambda version, fetch: receiver.release(version))
     receiver.join(timeout_s=LIMIT_S)
 
 
@@ -337,21 +342,20 @@ def runs_ahead(world: World) -> None:
             train(model)
         sender.close()
         return
-    arrived: queue.Queue[Arrived] = queue.Queue()
-    receiver = make_receiver(world, specs, lambda *weights: arrived.put(weights))
+    arrived: queue.Queue[Received] = queue.Queue()
+    receiver = make_receiver(world, specs, into(arrived))
     first, second = arrived.get(timeout=LIMIT_S), arrived.get(timeout=LIMIT_S)
     with pytest.raises(queue.Empty):
         arrived.get(timeout=0.3)
-    same_bytes(first[1], small_model(0), torch.float32)
-    same_bytes(second[1], small_model(1), torch.float32)
+    same_bytes(first.tensors, small_model(0), torch.float32)
+    same_bytes(second.tensors, small_model(1), torch.float32)
     receiver.release(0)
     with pytest.raises(queue.Empty):  # the engine uses version 0, version 1 waits for its swap
         arrived.get(timeout=0.3)
     receiver.release(1)
-    assert arrived.get(timeout=LIMIT_S)[0] == 2
+    assert arrived.get(timeout=LIMIT_S).version == 2
     receiver.release(2)
-    assert arrived.get(timeout=LIMIT_S)[0] == 3
-    assert receiver.report.wait_s >= 0.0
+    assert arrived.get(timeout=LIMIT_S).version == 3
     receiver.release(3)
     receiver.join(timeout_s=LIMIT_S)
 

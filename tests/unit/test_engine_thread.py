@@ -83,7 +83,7 @@ async def _swap_during_the_third_of_five_steps(thread: EngineThread, engine: Cou
         await asyncio.sleep(0)
     swapped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    thread.load({}, 1, lambda pause_s: loop.call_soon_threadsafe(swapped.set))
+    thread.load(dict, 1, lambda pause_s: loop.call_soon_threadsafe(swapped.set))
     engine.steps.release(100)
     result = await waiting
     await swapped.wait()
@@ -117,7 +117,7 @@ def test_a_pinned_engine_swaps_nothing_until_it_is_let_go(on_update: str) -> Non
         assert await _pinned(thread, 0) == (0, 0.0)
         swapped = asyncio.Event()
         loop = asyncio.get_running_loop()
-        thread.load({}, 1, lambda pause_s: loop.call_soon_threadsafe(swapped.set))
+        thread.load(dict, 1, lambda pause_s: loop.call_soon_threadsafe(swapped.set))
         engine.steps.release(100)
         first, _ = await thread.generate(np.ones(1), THREE)  # starts after the weights have arrived
         assert not swapped.is_set()
@@ -139,7 +139,7 @@ def test_a_pin_lets_pass_what_has_arrived_and_what_it_names() -> None:
         waiting = asyncio.create_task(thread.generate(np.ones(1), THREE))
         while engine.num_entered < 1:
             await asyncio.sleep(0)
-        thread.load({}, 1, lambda pause_s: loop.call_soon_threadsafe(swaps.put_nowait, 1))
+        thread.load(dict, 1, lambda pause_s: loop.call_soon_threadsafe(swaps.put_nowait, 1))
         answer = asyncio.create_task(_pinned(thread, 0))
         await asyncio.sleep(0)
         engine.steps.release(100)
@@ -147,7 +147,7 @@ def test_a_pin_lets_pass_what_has_arrived_and_what_it_names() -> None:
         await waiting
         assert await swaps.get() == 1
         assert await _pinned(thread, 2) == (2, 0.0)
-        thread.load({}, 2, lambda pause_s: loop.call_soon_threadsafe(swaps.put_nowait, 2))
+        thread.load(dict, 2, lambda pause_s: loop.call_soon_threadsafe(swaps.put_nowait, 2))
         return await swaps.get()
 
     assert _play(script, "hold")[0] == 2

@@ -132,7 +132,9 @@ class Bench:
         def swapped() -> None:
             self._swapping, self.version = False, version
 
-        self.thread.load(self._weights(version), version, lambda pause_s: self.loop.call_soon_threadsafe(swapped))
+        self.thread.load(
+            lambda: self._weights(version), version, lambda pause_s: self.loop.call_soon_threadsafe(swapped)
+        )
 
     def abort(self, ticket: int) -> None:
         self.episodes.cancel(range(ticket, ticket + 1))
