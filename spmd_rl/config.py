@@ -182,6 +182,9 @@ class Weights:
     """full | delta: all, or what changed, over the network; disk: as Hugging Face folders in weights/ of the run"""
     anchor_every: int = 16
     """versions of which one is sent whole although mode = delta"""
+    receive: str = "shadow"
+    """shadow | in_place: into memory of its own while the engine goes on, or into the live weights while it pauses:
+    half the memory; the pause is as long as the transfer"""
 
 
 @SETTINGS
@@ -384,6 +387,7 @@ CHOICES = {
     "staleness.on_update": ("continue", "hold", "restart", "drain"),
     "inference.engine": ("native", "vllm"),
     "weights.mode": ("full", "delta", "disk"),
+    "weights.receive": ("shadow", "in_place"),
     "inference.kv_on_update": ("recompute", "keep"),
     "trainer.advantage": ("grpo", "grpo_population", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"),
     "trainer.loss": ("decoupled", "ppo", "cispo", "gspo", "reinforce"),
@@ -683,6 +687,12 @@ def _check(config: Config) -> None:
         (
             inference.engine == "vllm" and inference.deterministic,
             "inference.deterministic needs inference.engine = 'native'",
+        ),
+        (
+            config.weights.receive == "in_place"
+            and (inference.engine == "vllm" or config.weights.mode == "disk" or config.lora.sync == "adapter"),
+            f"weights.receive = 'in_place' with inference.engine = {inference.engine!r}, weights.mode = "
+            f"{config.weights.mode!r}, lora.sync = {config.lora.sync!r}: it needs 'native', 'full' or 'delta', 'merged'",
         ),
         (
             not config.data.min_solve_rate <= config.data.max_solve_rate <= 1 or config.data.revisit > 1,

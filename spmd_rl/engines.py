@@ -33,7 +33,7 @@ def make_receiver(
     common = {"specs": specs, "meta_groups": world.wts_meta, "payload_groups": world.wts, "device": world.device}
     common |= {"deliver": deliver, "failed": failed}
     if config.lora.sync == "merged":
-        return WeightReceiver(**common)
+        return WeightReceiver(**common, in_place=config.weights.receive == "in_place")
     lora = Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets)
     return AdapterReceiver(**common, lora=lora, exact=exact_dtype(config.model.path, specs[0].dtype))
 

@@ -6,6 +6,7 @@ helper keeps the data on global rank 0 only, which is no trainer here.)  Knows n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from spmd_rl.trainer.optimizer import whole
 from spmd_rl.trainer.ranks import TrainerRanks
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}
+SUMS = "SHA256SUMS"
 
 
 def export(
@@ -29,7 +31,8 @@ def export(
 ) -> None:
     """Write `folder`, complete or not at all; returns on every rank when it is there.
 
-    All files of `source` but its weights come along: configs, tokenizer, chat template.  dtype None keeps the precision
+    All files of `source` but its weights come along: configs, tokenizer, chat template; SHA256SUMS is of all files, for
+    readers on the far side of a file system or network (`sha256sum -c SHA256SUMS`).  dtype None keeps the precision
     that is trained in.  Tied parameters are written once.
     """
     tensors = _gathered(parameters, ranks, dtype)
@@ -68,5 +71,13 @@ def _write(tensors: dict[str, Tensor], folder: Path, source: Path) -> None:
                 shutil.copy(file, aside / file.name)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, aside / "model.safetensors", {"format": "pt"})
+        (aside / SUMS).unlink(missing_ok=True)  # of a source that was itself exported
+        sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(aside.iterdir())]
+        (aside / SUMS).write_text("".join(sums))
         if folder.exists():  # of an earlier end of the same run
             shutil.rmtree(folder)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,5 +1,7 @@
 """The ways of new weights to the engines, in whole runs."""
 
+import subprocess
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -30,11 +32,19 @@ def test_two_trainers_send_deltas_where_little_changes(tmp_path):
     assert all(step["weights/update_norm"] > 0 for step in job.metrics("step"))
 
 
+@pytest.mark.full
+def test_engines_receive_in_place_while_they_pause(tmp_path):
+    settings = ["weights.receive=in_place", "topology.trainer=2", "topology.inference=2", "staleness.max_staleness=2"]
+    steps = done(run("tiny_cpu.toml", tmp_path / "run", *SHORT, *settings, num_ranks=4))
+    assert all(step["weights/update_norm"] > 0 for step in steps)
+
+
 def test_weights_by_disk_are_folders_that_others_can_read(tmp_path):
     job = run("tiny_cpu.toml", tmp_path / "run", *SHORT, "weights.mode=disk", "topology.trainer=2", num_ranks=3)
     assert all(step["weights/update_norm"] > 0 for step in done(job))
     folders = sorted((job.folder / "weights").iterdir())
     assert [folder.name for folder in folders] == [f"step_{STEPS - 1}", f"step_{STEPS}"]  # older ones are gone
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folders[-1], check=True)
     newest = load_file(folders[-1] / "model.safetensors")
     for name, parameter in AutoModelForCausalLM.from_pretrained(job.folder / "model").named_parameters():
         assert torch.equal(newest[name], parameter), name

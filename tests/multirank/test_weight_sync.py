@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from spmd_rl.weight_layout import TensorSpec, manifest
 from spmd_rl.weight_receiver import WeightReceiver
 from spmd_rl.weight_sender import WeightSender
-from spmd_rl.weight_wire import Deliver, Received
+from spmd_rl.weight_wire import Deliver, Fetch, Received
 from spmd_rl.world import World
 from tests.gather import gather_and_broadcast
 from tests.ranks import RankFailed, run_worlds
@@ -90,6 +90,7 @@ def make_receiver(
     specs: list[TensorSpec],
     deliver: Deliver,
     failed: Callable[[Exception], None] = raises,
+    **settings: object,
 ) -> WeightReceiver:
     return WeightReceiver(
         specs=specs,
@@ -99,6 +100,7 @@ def make_receiver(
         deliver=deliver,
         failed=failed,
         bucket_bytes=256,
+        **settings,
     )
 
 
@@ -109,7 +111,7 @@ def same_bytes(tensors: dict[str, Tensor], model: nn.Module, dtype: torch.dtype)
         assert tensor.dtype == dtype and torch.equal(tensor, expected[name].detach().to(dtype)), name
 
 
-def trains_and_decodes(world: World, dtype: torch.dtype, num_versions: int) -> list[int]:
+def trains_and_decodes(world: World, dtype: torch.dtype, num_versions: int, in_place: bool = False) -> list[int]:
     """Trainers publish versions 0 … n-1; engines read their live weights all the time until the next is there."""
     specs = manifest(small_model(0), dtype=dtype)
     if world.role == "trainer":
@@ -126,14 +128,14 @@ def trains_and_decodes(world: World, dtype: torch.dtype, num_versions: int) -> l
             assert report.sent_bytes == report.num_bytes
             sender.close()
         return []
-    arrived: queue.Queue[Received] = queue.Queue()
-    receiver = make_receiver(world, specs, into(arrived))
-    live, sums, seen = {}, {}, []
+    arrived: queue.Queue[Fetch] = queue.Queue()
+    receiver = make_receiver(world, specs, lambda version, fetch: arrived.put(fetch), in_place=in_place)
+    live, sums, seen, places = {}, {}, [], set()
     for version in range(num_versions):
         while arrived.empty():
             for name, tensor in live.items():  # decoding: the live weights stay what they are
                 assert float(tensor.float().sum()) == sums[name]
-        received = arrived.get_nowait()
+        received = arrived.get_nowait()()
         assert received.version == version
         live, checksums = received.tensors, received.checksums
         same_bytes(live, small_model(version), dtype)
@@ -141,7 +143,9 @@ def trains_and_decodes(world: World, dtype: torch.dtype, num_versions: int) -> l
         sums = {name: float(tensor.float().sum()) for name, tensor in live.items()}
         receiver.release(version)
         seen.append(sum(checksums) % 2**61)
+        places.add(next(iter(live.values())).data_ptr())
     receiver.join(timeout_s=LIMIT_S)
+    assert len(places) == (1 if in_place else 2)
     same_bytes(live, small_model(num_versions - 1), dtype)
     return seen
 
@@ -150,6 +154,11 @@ def trains_and_decodes(world: World, dtype: torch.dtype, num_versions: int) -> l
 def test_engines_get_every_version_to_the_bit(num_inference, num_trainers):
     seen = run_worlds(trains_and_decodes, num_inference, num_trainers, torch.float32, 5)[:num_inference]
     assert all(sums == seen[0] for sums in seen) and len(set(seen[0])) == 5
+
+
+@pytest.mark.parametrize(("num_inference", "num_trainers"), [(1, 1), (2, 2)])
+def test_engines_that_receive_in_place_keep_their_weights_until_they_stand_still(num_inference, num_trainers):
+    run_worlds(trains_and_decodes, num_inference, num_trainers, torch.float32, 5, True)
 
 
 def test_replicas_do_not_send():
@@ -174,7 +183,7 @@ def nudged(version: int) -> SmallModel:
     return model
 
 
-def sends_deltas(world: World, dtype: torch.dtype) -> list[int]:
+def sends_deltas(world: World, dtype: torch.dtype, in_place: bool) -> list[int]:
     """Version 5 changed everywhere; every fourth version is an anchor.  The share or number of bytes that travelled."""
     specs = manifest(small_model(0), dtype=dtype)
     if world.role == "trainer":
@@ -189,11 +198,11 @@ def sends_deltas(world: World, dtype: torch.dtype) -> list[int]:
                     parameter.copy_(full)
         sender.close()
         return sent
-    arrived: queue.Queue[Received] = queue.Queue()
-    receiver = make_receiver(world, specs, into(arrived))
+    arrived: queue.Queue[Fetch] = queue.Queue()
+    receiver = make_receiver(world, specs, lambda version, fetch: arrived.put(fetch), in_place=in_place)
     received = []
     for version in range(8):
-        got = arrived.get(timeout=LIMIT_S)
+        got = arrived.get(timeout=LIMIT_S)()
         assert got.version == version
         same_bytes(got.tensors, nudged(version), dtype)
         received.append(got.received_bytes)
@@ -202,9 +211,12 @@ def sends_deltas(world: World, dtype: torch.dtype) -> list[int]:
     return received
 
 
-@pytest.mark.parametrize(("num_inference", "num_trainers", "dtype"), [(2, 1, torch.bfloat16), (1, 3, torch.float32)])
-def test_deltas_leave_every_version_to_the_bit(num_inference, num_trainers, dtype):
-    *_, sent = answers = run_worlds(sends_deltas, num_inference, num_trainers, dtype)
+@pytest.mark.parametrize(
+    ("num_inference", "num_trainers", "dtype", "in_place"),
+    [(2, 1, torch.bfloat16, False), (1, 3, torch.float32, False), (1, 2, torch.bfloat16, True)],
+)
+def test_deltas_leave_every_version_to_the_bit(num_inference, num_trainers, dtype, in_place):
+    *_, sent = answers = run_worlds(sends_deltas, num_inference, num_trainers, dtype, in_place)
     small = [share < 0.5 for share in answers[num_inference]]
     assert small == [False, True, True, True, False, False, True, True]
     if num_inference > 1:

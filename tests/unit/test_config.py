@@ -76,6 +76,9 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, override: str, messag
         (["lora.sync=adapter"], "lora.sync = 'adapter' with lora.rank = 0"),
         (["lora.rank=4", "lora.sync=adapter", "weights.mode=delta"], "with weights.mode = 'delta': additions change"),
         (["lora.rank=4", "lora.sync=adapter", "weights.mode=disk"], "use weights.mode = 'full', or lora.sync"),
+        (["weights.receive=in_place", "inference.engine=vllm"], "weights.receive = 'in_place'"),
+        (["weights.receive=in_place", "weights.mode=disk"], "weights.receive = 'in_place'"),
+        (["weights.receive=in_place", "lora.rank=4", "lora.sync=adapter"], "weights.receive = 'in_place'"),
     ],
 )
 def test_settings_that_exclude_each_other_are_named(tmp_path: Path, overrides: list[str], message: str) -> None:

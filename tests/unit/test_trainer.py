@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -355,7 +356,19 @@ def test_exported_folder_is_what_transformers_loads(folder: Path, tmp_path: Path
     reread = trainer(tmp_path / "model")
     assert (reread.score(ids) == policy.score(ids)).all()
     names = {file.name for file in (tmp_path / "model").iterdir()}
-    assert names == {file.name for file in folder.iterdir()}
+    assert names == {file.name for file in folder.iterdir()} | {"SHA256SUMS"}
+
+
+def test_an_exported_folder_is_verified_by_sha256sum(folder: Path, tmp_path: Path) -> None:
+    trainer(folder).export(tmp_path / "first", folder)
+    trainer(tmp_path / "first").export(tmp_path / "model", tmp_path / "first")
+    verify = ["sha256sum", "--check", "--quiet", "--strict", "SHA256SUMS"]
+    subprocess.run(verify, cwd=tmp_path / "model", check=True)
+    data = bytearray((tmp_path / "model" / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (tmp_path / "model" / "model.safetensors").write_bytes(data)
+    verdict = subprocess.run(verify, cwd=tmp_path / "model", capture_output=True, text=True)
+    assert (verdict.returncode, verdict.stdout) == (1, "model.safetensors: FAILED\n")
 
 
 def test_state_of_step_zero_is_one_of_step_zero(folder: Path) -> None:
