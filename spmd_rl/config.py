@@ -692,7 +692,7 @@ def _check(config: Config) -> None:
             config.weights.receive == "in_place"
             and (inference.engine == "vllm" or config.weights.mode == "disk" or config.lora.sync == "adapter"),
             f"weights.receive = 'in_place' with inference.engine = {inference.engine!r}, weights.mode = "
-            f"{config.weights.mode!r}, lora.sync = {config.lora.sync!r}: it needs 'native', 'full' or 'delta', 'merged'",
+            f"{config.weights.mode!r}, lora.sync = {config.lora.sync!r}: needs 'native', 'full' or 'delta', 'merged'",
         ),
         (
             not config.data.min_solve_rate <= config.data.max_solve_rate <= 1 or config.data.revisit > 1,
