@@ -304,6 +304,10 @@ class Eval:
     """rollouts per task"""
     temperature: float = 0.0
     """0: greedy"""
+    top_p: float = 1.0
+    """nucleus; 1: off"""
+    top_k: int = 0
+    """0: off"""
     max_concurrent: int = 0
     """rollouts in flight at most while training runs; 0: max_concurrent / 8"""
     pin: bool = False
@@ -452,6 +456,8 @@ AT_LEAST = {
     "eval.num_tasks": 1,
     "eval.samples": 1,
     "eval.temperature": 0,
+    "eval.top_p": 0.01,
+    "eval.top_k": 0,
     "eval.max_concurrent": 0,
     "checkpoint.every": 0,
     "checkpoint.keep_last": 1,
@@ -608,6 +614,7 @@ def _check(config: Config) -> None:
             f"rollout.max_failure_rate = {rollout.max_failure_rate}: a share between 0 and 1",
         ),
         (rollout.top_p > 1, f"rollout.top_p = {rollout.top_p}: must be at most 1"),
+        (config.eval.top_p > 1, f"eval.top_p = {config.eval.top_p}: must be at most 1"),
         (
             rollout.batch_size % rollout.group_size != 0,
             f"rollout.batch_size = {rollout.batch_size} is not a multiple of group_size = {rollout.group_size}",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import torch
+from torch.distributed import ProcessGroup
 
 from spmd_rl.config import Config
 from spmd_rl.engine.lockstep import Leader
@@ -19,9 +20,41 @@ from spmd_rl.weight_wire import Deliver, Failed
 from spmd_rl.world import World
 
 
-def build_engine(world: World, config: Config) -> tuple[Engine, list[TensorSpec]]:
-    """This rank's engine without weights, and what an update consists of; before any thread uses torch.distributed."""
-    return ENGINES[config.inference.engine](world, config)
+def build_engine(config: Config, *, device: torch.device, group: ProcessGroup) -> tuple[Engine, list[TensorSpec]]:
+    """This rank's part of the engine of `group`, without weights, and what an update consists of.
+
+    To be called before any thread uses torch.distributed.
+    """
+    inference, dtype = config.inference, engine_dtype(config.model.dtype, device)
+    model = build(config.model.path, device=device, dtype=dtype, weights=False)
+    specs = manifest(model, dtype=dtype)
+    if inference.engine == "native":
+        engine = NativeEngine(
+            model=model,
+            device=device,
+            max_slots=inference.max_slots,
+            max_seq_len=inference.max_seq_len,
+            kv_on_update=inference.kv_on_update,
+            deterministic=inference.deterministic,
+        )
+        return engine, specs
+
+    from spmd_rl.engine.vllm import VllmEngine
+
+    engine = VllmEngine(
+        folder=config.model.path,
+        config=model.config,
+        specs=specs,
+        group=group,
+        device=device,
+        dtype=dtype,
+        max_slots=inference.max_slots,
+        max_seq_len=inference.max_seq_len,
+        kv_on_update=inference.kv_on_update,
+        kv_cache_bytes=inference.kv_cache_mib << 20,
+    )
+    leads = group.size() > 1 and group.rank() == 0
+    return Leader(engine=engine, group=group) if leads else engine, specs
 
 
 def make_receiver(
@@ -44,43 +77,3 @@ def check_engine(config: Config) -> None:
         from spmd_rl.engine.vllm import check_installed
 
         check_installed()
-
-
-def _native(world: World, config: Config) -> tuple[Engine, list[TensorSpec]]:
-    dtype = engine_dtype(config.model.dtype, world.device)
-    model = build(config.model.path, device=world.device, dtype=dtype, weights=False)
-    engine = NativeEngine(
-        model=model,
-        device=world.device,
-        max_slots=config.inference.max_slots,
-        max_seq_len=config.inference.max_seq_len,
-        kv_on_update=config.inference.kv_on_update,
-        deterministic=config.inference.deterministic,
-    )
-    return engine, manifest(model, dtype=dtype)
-
-
-def _vllm(world: World, config: Config) -> tuple[Engine, list[TensorSpec]]:
-    from spmd_rl.engine.vllm import VllmEngine
-
-    dtype, inference = engine_dtype(config.model.dtype, world.device), config.inference
-    model = build(config.model.path, device=world.device, dtype=dtype, weights=False)
-    specs = manifest(model, dtype=dtype)
-    members = next(members for members in world.topology.engines if world.rank in members)
-    engine = VllmEngine(
-        folder=config.model.path,
-        config=model.config,
-        specs=specs,
-        group=world.engine_group,
-        device=world.device,
-        dtype=dtype,
-        max_slots=inference.max_slots,
-        max_seq_len=inference.max_seq_len,
-        kv_on_update=inference.kv_on_update,
-        kv_cache_bytes=inference.kv_cache_mib << 20,
-    )
-    leads = len(members) > 1 and world.rank == members[0]
-    return Leader(engine=engine, group=world.engine_group) if leads else engine, specs
-
-
-ENGINES: dict[str, Callable[[World, Config], tuple[Engine, list[TensorSpec]]]] = {"native": _native, "vllm": _vllm}

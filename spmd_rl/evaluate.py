@@ -1,7 +1,7 @@
 """`python -m spmd_rl eval CONFIG --model DIR`: the evaluation of a config on any model folder, in one process.
 
-The environments, sampling and report are those of a run's own evaluations, on the native engine; no torchrun, no
-trainer.  Uses a GPU where there is one.
+The environments, sampling, engine and report are those of a run's own evaluations; no torchrun, no trainer, an engine
+of one rank.  Uses a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from spmd_rl import envs
 from spmd_rl.config import Config
-from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine_thread import EngineThread
+from spmd_rl.engines import build_engine, check_engine
 from spmd_rl.folders import check_writable
 from spmd_rl.inference import make_episodes
 from spmd_rl.model import build, engine_dtype
@@ -25,6 +26,7 @@ from spmd_rl.orchestrator.eval_sink import EvalReport
 from spmd_rl.orchestrator.report import eval_texts, eval_values
 from spmd_rl.run_dir import write_whole
 from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.world import alone
 
 CLOSE_S = 60.0
 
@@ -33,11 +35,13 @@ def evaluate(config: Config, out: Path | None) -> int:
     """Print the report of `config.model.path`, and write it with all texts to `out`; exit code 0."""
     if not Path(config.model.path).is_dir():
         raise ValueError(f"no model folder {config.model.path}")
+    check_engine(config)
     if out is not None:
         if out.is_dir():
             raise ValueError(f"--out {out}: is a folder; name a file")
         check_writable(out)
-    report, texts = asyncio.run(_run(config))
+    with alone() as group:
+        report, texts = asyncio.run(_run(config, group))
     for line in table(report):
         print(line, flush=True)
     if out is not None:
@@ -46,7 +50,7 @@ def evaluate(config: Config, out: Path | None) -> int:
     return 0
 
 
-async def _run(config: Config) -> tuple[EvalReport, list[dict[str, object]]]:
+async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[dict[str, object]]]:
     """Waits for the rollouts, or for the engine to fail."""
     tokenizer = Tokenizer(config.model.path)
     tasks = {}
@@ -55,15 +59,8 @@ async def _run(config: Config) -> tuple[EvalReport, list[dict[str, object]]]:
         tasks[name] = list(itertools.islice(made.tasks(config.run.seed, "eval"), config.eval.num_tasks))
     loop = asyncio.get_running_loop()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = engine_dtype(config.model.dtype, device)
-    model = build(config.model.path, device=device, dtype=dtype, weights=True)
-    engine = NativeEngine(
-        model=model,
-        device=device,
-        max_slots=config.inference.max_slots,
-        max_seq_len=config.inference.max_seq_len,
-        deterministic=config.inference.deterministic,
-    )
+    model = build(config.model.path, device=device, dtype=engine_dtype(config.model.dtype, device), weights=True)
+    engine, _ = build_engine(config, device=device, group=group)
     engine.load_weights(dict(model.named_parameters()), 0)
     failure: asyncio.Future[None] = loop.create_future()
     thread = EngineThread(

@@ -42,7 +42,7 @@ class InferenceRank:
         self._may_swap = threading.Semaphore(0)
         self._jobs: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
-        engine, specs = build_engine(world, config)
+        engine, specs = build_engine(config, device=world.device, group=world.engine_group)
         self._engine = EngineThread(
             engine=engine,
             loop=self._loop,
@@ -139,7 +139,11 @@ def make_episodes(
                 stop_ids=tokenizer.stop_ids,
             ),
             "eval": Sampling(
-                max_tokens=rollout.max_tokens, temperature=config.eval.temperature, stop_ids=tokenizer.stop_ids
+                max_tokens=rollout.max_tokens,
+                temperature=config.eval.temperature,
+                top_p=config.eval.top_p,
+                top_k=config.eval.top_k,
+                stop_ids=tokenizer.stop_ids,
             ),
         },
         max_seq_len=config.inference.max_seq_len,

@@ -24,7 +24,7 @@ from spmd_rl.world import World
 def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, signals: StopSignals) -> None:
     """Until the leader closes the engine and rank 0 says stop."""
     live.progress("building the engine")
-    engine, specs = build_engine(world, config)
+    engine, specs = build_engine(config, device=world.device, group=world.engine_group)
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
     inbox = Inbox(peer=0, group=world.ctl, deliver=lambda message: None, failed=live.lost)  # nothing comes but STOP
     signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))

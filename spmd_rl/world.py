@@ -25,7 +25,8 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -216,6 +217,16 @@ def join(
         engine_group=next((made for made in engine_groups if made is not None), None),
         backends=backends,
     )
+
+
+@contextmanager
+def alone() -> Iterator[ProcessGroup]:
+    """Within the block a process outside of any torchrun has a group, of itself alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.distributed_c10d._get_default_group()
+    finally:
+        dist.destroy_process_group()
 
 
 def check_shared_folder(world: World, folder: Path) -> None:

@@ -175,8 +175,7 @@ class VllmEngine:
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         check_update(tensors, self._specs, self._device)  # vLLM never recovers from a tensor of another shape
-        with as_default_group(self._group, local_rank=self._local_rank):
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
         if self._tied and self._device.type == "cpu":
             head = self._engine.model_executor.driver_worker.get_model().lm_head  # its packed copy is still the old one
             head.quant_method.process_weights_after_loading(head)
@@ -209,12 +208,10 @@ class VllmEngine:
         os.environ.update(_SETTINGS)
         for variable, value in _DEFAULTS.items():
             os.environ.setdefault(variable, value)
-        set_num_threads = torch.set_num_threads
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at everything that torch.distributed has
-            from vllm import EngineArgs, LLMEngine
-            from vllm.v1.engine import core
-            from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+        warnings.filterwarnings("ignore", "`torch.distributed.reduce_op`", FutureWarning)  # vLLM looks at everything
+        from vllm import EngineArgs, LLMEngine
+        from vllm.v1.engine import core
+        from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
         core.cleanup_dist_env_and_memory = lambda *_, **__: None  # it would destroy the default group, which is ours
         if self._device.type == "cpu":
@@ -223,6 +220,7 @@ class VllmEngine:
             name = _common_name(self._group)
             launched = f"file:///{name}", self._group.rank(), self._local_rank
             ExecutorWithExternalLauncher._distributed_args = lambda _: launched
+        set_num_threads = torch.set_num_threads
         with as_default_group(self._group, local_rank=self._local_rank):
             engine = LLMEngine.from_engine_args(EngineArgs(**settings))
         if self._device.type == "cpu":

@@ -82,6 +82,12 @@ def test_every_arrow_points_to_an_earlier_layer() -> None:
     assert not wrong
 
 
+def test_groups_are_made_in_one_place() -> None:
+    """One made later would not meet: an engine's ranks count groups of their own."""
+    makes = [path.name for path in PACKAGE.rglob("*.py") if "new_group(" in path.read_text()]
+    assert makes == ["world.py"]
+
+
 def test_only_the_wiring_imports_all_parts_of_the_orchestrator() -> None:
     parts = {path.stem for path in (PACKAGE / "orchestrator").glob("*.py")}
     for path in (PACKAGE / "orchestrator").glob("*.py"):

@@ -1,10 +1,13 @@
 """The vLLM adapter in this process, on a group of one rank: every promise of the engine, every trap of vLLM.
 
-vLLM takes seconds to start and allows one engine at a time, so two are built: one that recomputes its KV cache at an
-update and one, after the first was closed, that keeps it.  Each test begins by loading weights.
+vLLM takes seconds to start and allows one engine at a time, so few are built, each after the one before was closed: one
+that recomputes its KV cache at an update, one that keeps it, one in bfloat16, one whose head is not tied.  Each test
+begins by loading weights.
 """
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +17,26 @@ from torch import Tensor
 
 from spmd_rl.engine.vllm import VllmEngine
 from spmd_rl.model import build
-from spmd_rl.tiny_model import VOCAB, random_model, write_model
+from spmd_rl.tiny_model import VOCAB, random_model
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weight_layout import manifest
 
 SLOTS, MAX_SEQ_LEN = 4, 256  # the model has 256 positions
+BLOCK = 32  # tokens of the KV cache that are found again together
 EOS = 2  # in its config.json
 TOLERANCE = 1e-4
+
+
+class Counting(VllmEngine):
+    """Sees how many tokens of each prompt were found in the cache."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        self.num_cached: dict[int, int] = {}
+
+    def _take(self, request_id: int, request: object, output: object) -> None:
+        self.num_cached[request_id] = output.num_cached_tokens
+        super()._take(request_id, request, output)
 
 
 def weights(version: int) -> dict[str, Tensor]:
@@ -62,29 +78,41 @@ def finish(engine: VllmEngine) -> dict[int, Completion]:
 
 
 class Builds:
-    """The one engine there is; asking for the other kind closes it."""
+    """The one engine there is; asking for another kind closes it."""
 
-    def __init__(self, folder: str) -> None:
-        write_model(folder, random_model(0))
+    def __init__(self, folder: Path) -> None:
         self._folder, self._kind, self._engine = folder, "", None
 
-    def __call__(self, kind: str) -> VllmEngine:
-        if kind != self._kind:
-            self.close()
-            model = build(self._folder, device="cpu", dtype=torch.float32, weights=False)
-            self._kind = kind
-            self._engine = VllmEngine(
-                folder=self._folder,
-                config=model.config,
-                specs=manifest(model),
-                group=dist.group.WORLD,
-                device=torch.device("cpu"),
-                dtype=torch.float32,
-                max_slots=SLOTS,
-                max_seq_len=MAX_SEQ_LEN,
-                kv_on_update=kind,
-            )
+    def __call__(self, kind: str) -> Counting:
+        if kind == self._kind:
+            return self._engine
+        self.close()
+        self._kind = kind
+        model = build(self._write(kind), device="cpu", dtype=torch.float32, weights=False)
+        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+        self._engine = Counting(
+            folder=self._folder / kind,
+            config=model.config,
+            specs=manifest(model, dtype=dtype),
+            group=dist.group.WORLD,
+            device=torch.device("cpu"),
+            dtype=dtype,
+            max_slots=SLOTS,
+            max_seq_len=MAX_SEQ_LEN,
+            kv_on_update="keep" if kind == "keep" else "recompute",
+        )
         return self._engine
+
+    def _write(self, kind: str) -> Path:
+        """A config and no weights, and sampling defaults that nobody asked for."""
+        folder = self._folder / kind
+        folder.mkdir()
+        config = random_model(0).config
+        config.tie_word_embeddings = kind != "untied"
+        config.save_pretrained(folder)
+        unasked = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0, "eos_token_id": 5}
+        (folder / "generation_config.json").write_text(json.dumps(unasked))
+        return folder
 
     def close(self) -> None:
         if self._engine is not None:
@@ -137,10 +165,34 @@ def test_an_update_drops_the_prefixes_of_older_weights(engine_that):
     prompt = prompt_of(200)
     for version in (0, 1):
         engine.load_weights(weights(version), version)
-        for request in (0, 1):  # the second takes the blocks of the first
+        for request in (0, 1):
             engine.submit(request, prompt, Sampling(max_tokens=4, seed=request))
             got = finish(engine)[request]
             assert np.abs(expected(version, prompt, got.token_ids) - got.logprobs).max() <= TOLERANCE
+            assert engine.num_cached[request] == (0, 200 // BLOCK * BLOCK)[request]
+
+
+def test_members_of_a_group_that_start_together_share_their_prompt(engine_that):
+    engine = engine_that("recompute")
+    engine.load_weights(weights(1), 1)
+    for request in range(SLOTS):
+        engine.submit(request, prompt_of(70), Sampling(max_tokens=3, seed=request))
+    finish(engine)
+    assert sorted(engine.num_cached[request] for request in range(SLOTS)) == [0] + [2 * BLOCK] * (SLOTS - 1)
+
+
+def test_the_cache_has_room_for_all_slots_at_full_length(engine_that):
+    engine = engine_that("recompute")
+    engine.load_weights(weights(1), 1)
+    assert engine.kv_used == 0
+    for request in range(SLOTS):
+        engine.submit(request, prompt_of(30 + request), Sampling(max_tokens=MAX_SEQ_LEN - 30 - request, seed=request))
+    used = []
+    for _ in range(MAX_SEQ_LEN - 30):  # a token of each in each step: nobody had to make room
+        engine.step()
+        used.append(engine.kv_used)
+    assert engine.num_running == 0
+    assert 0 < used[0] < max(used) <= SLOTS / (SLOTS + 1) + 0.01 and used[-1] == 0
 
 
 def test_equal_seeds_sample_equal_tokens_alone_and_in_company(engine_that):
@@ -241,6 +293,41 @@ def test_an_update_that_does_not_fit_changes_nothing(engine_that):
         )
 
 
+def test_the_engine_keeps_nothing_of_the_memory_that_weights_came_in(engine_that):
+    engine = engine_that("recompute")
+    tensors = {name: tensor.clone() for name, tensor in weights(1).items()}
+    engine.load_weights(tensors, 1)
+    for tensor in tensors.values():
+        tensor.fill_(7.0)  # the next version is received there
+    scored = engine.score(prompt_of(40))[1:]
+    np.testing.assert_allclose(scored, expected(1, prompt_of(40)[:1], prompt_of(40)[1:]), atol=TOLERANCE)
+
+
+def test_a_cache_that_vllm_does_not_drop_is_an_error(engine_that):
+    engine = engine_that("recompute")
+    engine.load_weights(weights(0), 0)
+    engine.submit(0, prompt_of(40), Sampling(max_tokens=30))
+    engine.step()
+    drop = engine._engine.reset_prefix_cache
+    assert not drop()  # what it answers while something runs, unless it is told to preempt that
+    engine._engine.reset_prefix_cache = lambda reset_running_requests: drop()
+    with pytest.raises(RuntimeError, match="did not drop its KV cache of version 0"):
+        engine.load_weights(weights(1), 1)
+    engine._engine.reset_prefix_cache = drop
+    engine.cancel(0)
+    engine.step()
+
+
+def test_torch_is_left_as_it_was_but_for_the_compiler(engine_that):
+    engine_that("recompute")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1  # vLLM's CPU worker would ignore it
+    torch.set_num_threads(threads)
+    assert torch._dynamo.config.disable  # compiling the sampler would take seconds
+    assert dist.get_world_size() == 1 and dist.group.WORLD is not None
+
+
 def test_scores_come_while_all_slots_are_taken_and_up_to_the_last_position(engine_that):
     engine = engine_that("recompute")
     engine.load_weights(weights(1), 1)
@@ -301,6 +388,7 @@ def test_with_keep_running_sequences_go_on_over_old_keys_and_new_ones_start_clea
     engine.load_weights(weights(1), 4)
     engine.submit(90, prompt, Sampling(max_tokens=12, seed=90))
     done = finish(engine)
+    assert engine.num_cached[3] == 3 * BLOCK  # of the same version
     for request in (SLOTS, 90):  # began after the update, on a prompt that the cache has of the old weights
         assert set(done[request].versions) == {4}
         assert np.abs(expected(1, prompt, done[request].token_ids) - done[request].logprobs).max() <= TOLERANCE
@@ -309,3 +397,28 @@ def test_with_keep_running_sequences_go_on_over_old_keys_and_new_ones_start_clea
         assert got.versions.tolist() == [3] * 4 + [4] * 8
         assert np.abs(expected(0, prompt, got.token_ids) - got.logprobs)[:4].max() <= TOLERANCE
         assert np.abs(expected(1, prompt, got.token_ids) - got.logprobs)[4:].mean() > 0.1  # mixed keys
+
+
+def test_in_bfloat16_updates_arrive_and_scores_are_near_those_of_float32(engine_that):
+    engine = engine_that("bfloat16")
+    for version in (0, 1, 2):  # the head is tied: its packed copy must follow
+        engine.load_weights({name: tensor.bfloat16() for name, tensor in weights(version).items()}, version)
+        prompt = prompt_of(60)
+        engine.submit(0, prompt, Sampling(max_tokens=40, seed=version))
+        got = finish(engine)[0]
+        near = np.abs(expected(version, prompt, got.token_ids) - got.logprobs)
+        far = np.abs(expected(version + 1, prompt, got.token_ids) - got.logprobs)
+        assert near.mean() < 0.1 and near.max() < 0.5 and far.mean() > 0.3
+
+
+def test_a_head_of_its_own_is_updated_too(engine_that):
+    engine = engine_that("untied")
+    for version in (0, 1):
+        tied = weights(version)
+        engine.load_weights({**tied, "lm_head.weight": tied["model.embed_tokens.weight"].flip(0)}, version)
+        prompt = prompt_of(60)
+        engine.submit(0, prompt, Sampling(max_tokens=10, seed=version))
+        got = finish(engine)[0]
+        flipped = len(VOCAB) - 1 - got.token_ids  # what the tied head calls these tokens
+        first = expected(version, prompt, flipped[:1])  # later ones follow another context
+        np.testing.assert_allclose(got.logprobs[:1], first, atol=TOLERANCE)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from spmd_rl import batch_log, packing
+from spmd_rl import batch_log, checkpoint, packing
 from spmd_rl.tiny_model import make
 from spmd_rl.types import Rollout
+from tests.end_to_end.live_jobs import LiveJob, assert_whole, summary
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+CAPTURED = {"capture_output": True, "text": True, "timeout": 240}
 SETTINGS = [
     *("run.steps=4", "run.metrics_interval_s=0.5", "inference.engine=vllm", "topology.inference=2", "eval.every=-1"),
     *("rollout.batch_size=16", "rollout.max_tokens=24", "staleness.max_concurrent=48", "inference.max_slots=12"),
@@ -32,11 +36,9 @@ def torchrun(module: str, folder: Path, *overrides: str) -> subprocess.Completed
     return subprocess.run(
         [*launch, module, "configs/tiny_cpu.toml", *settings],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
+        env=ENVIRONMENT,
         check=False,
+        **CAPTURED,
     )
 
 
@@ -87,3 +89,37 @@ def test_an_engine_that_fails_ends_the_run_by_name(tmp_path):
     assert "RuntimeError: the device is on fire" in run.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == "failed" and "on fire" in summary["error"]
+
+
+def test_a_run_goes_from_one_engine_to_the_other_and_a_signal_stops_an_engine_of_two_ranks(tmp_path):
+    settings = ("eval.every=-1", "rollout.max_tokens=24", "checkpoint.every=3", "trainer.learning_rate=3e-3")
+    with LiveJob(tmp_path, *settings, "run.steps=2") as job:
+        assert job.wait() == 0, job.output
+    two = ("inference.engine=vllm", "topology.inference=2", "inference.tensor_parallel=2", "weights.mode=disk")
+    with LiveJob(tmp_path, *settings, *two, "run.steps=1000", ranks=3) as job:
+        assert "step_2" in job.wait_for("resuming from", limit_s=240)
+        job.wait_for(r"step +4/", limit_s=240)
+        job.send(signal.SIGTERM)  # to torchrun, which passes it on to the engine's second rank too
+        job.wait(limit_s=60)
+        assert "run failed" not in job.output and "ending at once" not in job.output
+    assert not list(Path("/dev/shm").glob("spmd_rl-*"))
+    version, folder = checkpoint.newest(tmp_path / "checkpoints")
+    checkpoint.verify(folder)
+    assert summary(tmp_path)["status"] == "stopped" and summary(tmp_path)["version"] == version >= 4
+    with LiveJob(tmp_path, *settings, f"run.steps={version + 2}") as job:
+        assert job.wait() == 0, job.output
+    assert_whole(tmp_path, num_steps=version + 2)
+
+
+def test_an_evaluation_by_itself_uses_the_engine_of_the_config(tmp_path):
+    make(tmp_path / "model")
+    texts = []
+    for engine in ("native", "vllm"):
+        out = tmp_path / f"{engine}.json"
+        command = [sys.executable, "-m", "spmd_rl", "eval", "configs/tiny_cpu.toml", "--out", str(out)]
+        settings = (f"model.path={tmp_path}/model", f"inference.engine={engine}", "eval.num_tasks=4")
+        cut = ("eval.temperature=0.7", "eval.top_k=1", "eval.top_p=0.5")  # what vLLM may not do in training
+        done = subprocess.run([*command, *settings, *cut], cwd=ROOT, env=ENVIRONMENT, check=False, **CAPTURED)
+        assert done.returncode == 0, done.stdout + done.stderr
+        texts.append(json.loads(out.read_text())["rollouts"])
+    assert texts[0] == texts[1] and len(texts[0]) == 4
