@@ -18,14 +18,14 @@ usage: torchrun --nproc-per-node=N -m spmd_rl CONFIG.toml [section.key=value ...
        python -m spmd_rl check CONFIG.toml [section.key=value ...]
        python -m spmd_rl simulate CONFIG.toml [section.key=value ...] [options]
        python -m spmd_rl eval CONFIG.toml [--model DIR] [--out FILE.json] [section.key=value ...]
-       python -m spmd_rl export RUN_DIR [--step N] [--dtype bfloat16|float32] DIR
+       python -m spmd_rl export RUN_DIR [--step N] [--dtype bfloat16|float32 | --adapter] DIR
        python -m spmd_rl replay RUN_DIR --step N
 
 Asynchronous RL post-training: the ranks of one torchrun job split into inference and trainer ranks.
 
   check     read the config, print it resolved with the staleness bound that it gives, and stop
   eval      the config's evaluation on a model folder, in this process alone
-  export    a run's checkpoint, the newest or that of --step, as a Hugging Face folder
+  export    a run's checkpoint, the newest or that of --step, as a Hugging Face folder; --adapter: LoRA's part for PEFT
   replay    compute the loss of a logged batch again, in one process, and compare it with the logged one
   simulate  drive the real gate, dispatcher and sinks on a virtual clock: ages, idle shares, throughput
 
@@ -85,7 +85,8 @@ def _check(argv: Sequence[str]) -> int:
     config, _ = _read("spmd_rl check", argv)
     print(config_module.dump(config))
     print(f"age bound: {config.age_bound}")
-    if needed := disk.needed_bytes(Path(config.model.path), keep_last=config.checkpoint.keep_last):
+    trained = {"rank": config.lora.rank, "targets": config.lora.targets}
+    if needed := disk.needed_bytes(Path(config.model.path), keep_last=config.checkpoint.keep_last, **trained):
         print(f"disk: {needed / 1e9:.2f} GB for checkpoints and the trained model, batches and metrics apart")
     for line in config_module.warnings(config):
         print(f"warning: {line}")
@@ -115,12 +116,14 @@ def _export(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--step", type=int)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    form.add_argument("--adapter", action="store_true")
     options = parser.parse_intermixed_args(argv)
 
     from spmd_rl.export import export
 
-    return export(options.run, options.folder, options.step, options.dtype)
+    return export(options.run, options.folder, options.step, options.dtype, adapter=options.adapter)
 
 
 def _replay(argv: Sequence[str]) -> int:

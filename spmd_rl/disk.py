@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 BYTES_IN_CHECKPOINT = 12  # per parameter: float32 weights and AdamW's two moments
@@ -18,18 +19,28 @@ BYTES_IN_EXPORT = 4
 
 def num_parameters(model: Path) -> int:
     """Of all safetensors files of a folder; 0 where there are none."""
-    return sum(_num_elements(path) for path in model.glob("*.safetensors"))
+    return sum(map(math.prod, _shapes(model).values()))
 
 
-def needed_bytes(model: Path, *, keep_last: int) -> int:
-    """For the checkpoints that are kept, the one being written, and the exported model."""
-    return num_parameters(model) * (BYTES_IN_CHECKPOINT * (keep_last + 1) + BYTES_IN_EXPORT)
+def num_additions(model: Path, *, rank: int, targets: Sequence[str]) -> int:
+    """What LoRA adds to it: `rank` rows as long as each chosen weight is wide, and as many columns as it is high."""
+    chosen = {f"{target}.weight" for target in targets}
+    return sum(rank * sum(s) for name, s in _shapes(model).items() if ".".join(name.split(".")[-2:]) in chosen)
 
 
-def check_room(model: Path, folder: Path, *, keep_last: int) -> None:
+def needed_bytes(model: Path, *, keep_last: int, rank: int = 0, targets: Sequence[str] = ()) -> int:
+    """For the checkpoints that are kept, the one being written, and what is exported; `rank` 0: all is trained."""
+    num = num_parameters(model)
+    trained = num_additions(model, rank=rank, targets=targets) if rank else num
+    exported = num + (trained if rank else 0)
+    return trained * BYTES_IN_CHECKPOINT * (keep_last + 1) + exported * BYTES_IN_EXPORT
+
+
+def check_room(model: Path, folder: Path, *, keep_last: int, rank: int = 0, targets: Sequence[str] = ()) -> None:
     """ValueError when the file system of `folder` cannot hold what the run will write; what is there counts as room."""
     written = sum(path.stat().st_size for path in folder.glob("checkpoints/**/*") if path.is_file())
-    needed, free = needed_bytes(model, keep_last=keep_last), shutil.disk_usage(folder).free + written
+    needed = needed_bytes(model, keep_last=keep_last, rank=rank, targets=targets)
+    free = shutil.disk_usage(folder).free + written
     if needed > free:
         raise ValueError(
             f"{folder}: {free / 1e9:.1f} GB are free, checkpoints and model take {needed / 1e9:.1f} GB "
@@ -37,8 +48,12 @@ def check_room(model: Path, folder: Path, *, keep_last: int) -> None:
         )
 
 
-def _num_elements(path: Path) -> int:
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+def _shapes(model: Path) -> dict[str, list[int]]:
+    """By name, of all safetensors files of a folder."""
+    shapes = {}
+    for path in model.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return shapes

@@ -1,7 +1,7 @@
-"""`python -m spmd_rl export RUN_DIR [--step N] DIR`: a checkpoint's model as an ordinary Hugging Face folder.
+"""`python -m spmd_rl export RUN_DIR [--step N] [--adapter] DIR`: a checkpoint's model as a Hugging Face folder.
 
 Reads the sharded checkpoint of any number of trainer ranks in one process on the CPU; configs, tokenizer and chat
-template come from the folder that the run started with.
+template come from the folder that the run started with.  What LoRA trained is merged, or alone in the form of PEFT.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import torch
 from spmd_rl import checkpoint
 from spmd_rl import config as config_module
 from spmd_rl.folders import check_writable
+from spmd_rl.make_trainer import make_lora
 from spmd_rl.model import build
 from spmd_rl.run_dir import RunDir
 from spmd_rl.trainer.export import export as write
+from spmd_rl.trainer.export import export_adapter
+from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks
 
 
-def export(run: Path, folder: Path, step: int | None, dtype: str) -> int:
+def export(run: Path, folder: Path, step: int | None, dtype: str, *, adapter: bool = False) -> int:
     """Write `folder` from the checkpoint at version `step`, or the newest one; exit code 0."""
     run_dir = RunDir(run)
     if not run_dir.config.is_file():
@@ -29,22 +32,28 @@ def export(run: Path, folder: Path, step: int | None, dtype: str) -> int:
         raise ValueError(f"{folder} exists already")
     check_writable(folder)
     config = config_module.load(run_dir.config)
-    if config.lora.rank:
-        raise ValueError(
-            f"{run}: trained with LoRA: its merged model and its adapter are in the run directory at the end"
-        )
+    lora, cpu = make_lora(config), torch.device("cpu")
+    if adapter and lora is None:
+        raise ValueError(f"--adapter: {run} was trained without LoRA")
     source = Path(config.model.path)
     if not source.is_dir():
         raise ValueError(f"model.path = {str(source)!r} of {run_dir.config}: no such folder from here")
     found = _find(run_dir.checkpoints, step)
-    model = build(source, device="cpu", dtype=torch.float32, weights=False)
-    model.to_empty(device="cpu").tie_weights()
-    state = {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}}
+    model = build(source, device=cpu, dtype=torch.float32, weights=lora is not None)
+    if lora is None:
+        model.to_empty(device=cpu).tie_weights()
+    models = Models(policy=model, lora=lora, mesh=None, device=cpu)
+    state = models.state_dict()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         checkpoint.load_trainer(state, found / "trainer", None)
-    ranks = TrainerRanks(group=None, device=torch.device("cpu"))
-    write(state["model"], ranks, folder=folder, source=source, dtype=getattr(torch, dtype))
+    models.load_state_dict(state)
+    models.refresh()
+    ranks = TrainerRanks(group=None, device=cpu)
+    if adapter:
+        export_adapter(models.additions(), ranks, folder=folder, lora=lora, base=source)
+    else:
+        write(models.named_parameters(), ranks, folder=folder, source=source, dtype=getattr(torch, dtype))
     print(f"{found} → {folder}")
     return 0
 

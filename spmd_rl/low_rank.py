@@ -29,7 +29,8 @@ class Lora:
 
     def chosen(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
         """The weights with an addition."""
-        return [spec for spec in specs if spec.name.split(".")[-2:] in [[target, "weight"] for target in self.targets]]
+        chosen = {f"{target}.weight" for target in self.targets}
+        return [spec for spec in specs if ".".join(spec.name.split(".")[-2:]) in chosen]
 
     def additions(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
         """A and B of each of them."""

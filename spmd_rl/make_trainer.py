@@ -38,13 +38,12 @@ def make_trainer(
     def model() -> torch.nn.Module:
         return build(config.model.path, device=device, dtype=torch.float32, weights=True)
 
-    rank, alpha, targets = config.lora.rank, config.lora.alpha, config.lora.targets
     models = Models(
         policy=model(),
         reference=model() if t.kl_coefficient else None,
         critic=model() if with_critic and critic.body == "own" else None,
         shared_critic=with_critic and critic.body == "shared",
-        lora=Lora(rank=rank, alpha=alpha, targets=targets) if rank else None,
+        lora=make_lora(config),
         mesh=mesh,
         context=context,
         device=device,
@@ -78,6 +77,11 @@ def make_trainer(
         num_epochs=t.num_epochs,
         interpolate_proximal=t.proximal == "loglinear",
     )
+
+
+def make_lora(config: Config) -> Lora | None:
+    rank, alpha, targets = config.lora.rank, config.lora.alpha, config.lora.targets
+    return Lora(rank=rank, alpha=alpha, targets=targets) if rank else None
 
 
 def check_lora(config: Config) -> None:

@@ -75,5 +75,7 @@ def check_fits(folder: Path, config: Config) -> None:
 
 
 def model_config(config: Config) -> dict[str, object]:
-    """The model's own config.json, which a checkpoint keeps to be compared."""
-    return json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    """The model's own config.json, and what LoRA adds to it: a checkpoint keeps it to be compared."""
+    there = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    rank, alpha, targets = config.lora.rank, config.lora.alpha, config.lora.targets
+    return there | ({"lora": {"rank": rank, "alpha": alpha, "targets": sorted(targets)}} if rank else {})

@@ -42,12 +42,12 @@ def export(
 
 
 def export_adapter(
-    parameters: Mapping[str, Tensor], ranks: TrainerRanks, *, folder: Path, lora: Lora, base: str
+    parameters: Mapping[str, Tensor], ranks: TrainerRanks, *, folder: Path, lora: Lora, base: Path
 ) -> None:
     """Write the additions of LoRA alone, in the form of PEFT."""
     tensors = _gathered(parameters, ranks, None)
     if tensors:
-        write_adapter(Path(folder), tensors, lora, base)
+        write_adapter(Path(folder), tensors, lora, Path(base).absolute())
     ranks.barrier()
 
 

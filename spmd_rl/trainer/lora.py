@@ -76,7 +76,7 @@ def _split_like(weight: Tensor, tensor: Tensor, *, dim: int) -> Tensor:
     return distribute_tensor(tensor, weight.device_mesh, places)
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str) -> None:
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base: Path) -> None:
     """A folder that PEFT loads: `tensors` by layer name + ".lora_a" and ".lora_b", whole."""
     names = {"lora_a": "lora_A", "lora_b": "lora_B"}
     state = {}
@@ -86,7 +86,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted(lora.targets),

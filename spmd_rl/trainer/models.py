@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -75,7 +79,8 @@ class Models:
         self._rows = {} if tp is None else self._make_rows(mesh["dp_shard"])
         self._layers = lora_layers(policy)
         self._merged = {f"{name}.weight": torch.empty_like(self.frozen()[f"{name}.weight"]) for name in self._layers}
-        self._frozen_is_new = True
+        self._frozen_square = self._square_of_frozen()
+        self._rows_are_new = True
 
     @property
     def model(self) -> nn.Module:
@@ -150,9 +155,9 @@ class Models:
     def refresh(self) -> None:
         """Bring what `named_parameters` gives up to date: to be called after a step, by all ranks."""
         for name, parameter in self.model.named_parameters():
-            if name in self._rows and (parameter.requires_grad or self._frozen_is_new):
+            if name in self._rows and (parameter.requires_grad or self._rows_are_new):
                 local(self._rows[name]).copy_(_rows_of(parameter.full_tensor(), self._rows[name]))
-        self._frozen_is_new = False
+        self._rows_are_new = False
         frozen, additions = self.frozen(), self.additions()
         for name, layer in self._layers.items():
             weight, a, b = frozen[f"{name}.weight"], additions[f"{name}.lora_a"], additions[f"{name}.lora_b"]
@@ -176,16 +181,34 @@ class Models:
             yield name, local(parameter)
 
     def state_dict(self) -> dict[str, object]:
-        """`model` by the names of the language model; `critic` beside it where there is one."""
+        """`model` by the names of the language model; `critic` beside it where there is one.
+
+        With LoRA only what it adds, and `frozen`, by which the frozen model is known again.
+        """
         states: dict[str, object] = {"model": get_model_state_dict(self.model)}
+        if self.lora is not None:
+            states["model"] = {name: tensor for name, tensor in states["model"].items() if ".lora_" in name}
+            states["frozen"] = self._frozen_square.clone()
         for name, module in self._beside():
             states[name] = get_model_state_dict(module)
         return states
 
     def load_state_dict(self, states: dict[str, object]) -> None:
-        for name, module in (("model", self.model), *self._beside()):
+        """ValueError where LoRA's additions are of another model than the one that they would be put beside."""
+        if self.lora is not None and not torch.allclose(states["frozen"], self._frozen_square, rtol=1e-9):
+            here, there = float(self._frozen_square) ** 0.5, float(states["frozen"]) ** 0.5
+            raise ValueError(f"LoRA was trained beside a model of norm {there:.9g}, model.path is one of {here:.9g}")
+        strict = StateDictOptions(strict=self.lora is None)
+        set_model_state_dict(self.model, states["model"], options=strict)
+        for name, module in self._beside():
             set_model_state_dict(module, states[name])
-        self._frozen_is_new = True
+
+    @torch.no_grad()
+    def _square_of_frozen(self) -> Tensor:
+        """[] float64 on the CPU: the squared norm of what is not trained."""
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        squares = [whole(p.square().sum(dtype=torch.float64)).cpu() for p in frozen]
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
     def _beside(self) -> Sequence[tuple[str, nn.Module]]:
         modules = {"value_head": self.policy.value_head, "critic": self.critic}

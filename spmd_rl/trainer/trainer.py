@@ -385,4 +385,4 @@ class Trainer:
     def export_adapter(self, folder: Path, source: Path) -> None:
         """Write what LoRA added to the model in `source` as a PEFT folder."""
         self.models.refresh()
-        export_adapter(self.models.additions(), self.ranks, folder=folder, lora=self.models.lora, base=str(source))
+        export_adapter(self.models.additions(), self.ranks, folder=folder, lora=self.models.lora, base=source)

@@ -14,6 +14,14 @@ def test_a_model_is_counted_without_being_read(tmp_path):
     assert disk.needed_bytes(tmp_path, keep_last=2) == 36 * (3 * 12 + 4)
 
 
+def test_lora_keeps_what_it_adds_and_writes_the_model_once(tmp_path):
+    shapes = {"0.q.weight": (10, 4), "0.k.weight": (6, 4), "0.q.bias": (10,), "q_norm.weight": (4,)}
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "1.safetensors")
+    lora = {"rank": 3, "targets": ["q"]}
+    assert disk.num_additions(tmp_path, **lora) == 3 * (10 + 4)
+    assert disk.needed_bytes(tmp_path, keep_last=1, **lora) == 42 * 12 * 2 + (78 + 42) * 4
+
+
 def test_too_little_room_is_refused_with_the_numbers(tmp_path):
     save_file({"a": np.zeros(1_000_000, np.float32)}, tmp_path / "model.safetensors")
     disk.check_room(tmp_path, tmp_path, keep_last=1)

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from spmd_rl.low_rank import Lora
+from spmd_rl.trainer.models import Models
 from tests.unit.test_trainer import folder, load, shares, trainer  # noqa: F401 (folder is a fixture)
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -64,7 +66,8 @@ def test_adapter_folder_is_in_the_form_of_peft(folder: Path, tmp_path: Path) -> 
         policy.export_adapter(tmp_path / "adapter", folder)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
-    assert config["target_modules"] == ["down_proj", "q_proj"]
+    assert (config["target_modules"], config["task_type"]) == (["down_proj", "q_proj"], "CAUSAL_LM")
+    assert Path(config["base_model_name_or_path"]) == folder.absolute()
     state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(state) == 8
     name = "model.layers.1.self_attn.q_proj"
@@ -75,12 +78,42 @@ def test_adapter_folder_is_in_the_form_of_peft(folder: Path, tmp_path: Path) -> 
     torch.testing.assert_close(policy.models.named_parameters()[f"{name}.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_state_of_the_additions_is_saved_and_goes_on(folder: Path) -> None:  # noqa: F811
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about what peft calls
+def test_peft_computes_with_the_adapter_what_the_merged_model_computes(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    peft = pytest.importorskip("peft", reason="peft (with accelerate) is not installed: its own reading is not tested")
+    policy = trainer(folder, lora=LORA)
+    for n in range(3):
+        policy.step(shares((4, 20), (4, 20)), n)
+    policy.export(tmp_path / "model", folder)
+    policy.export_adapter(tmp_path / "adapter", folder)
+    ours, plain = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (tmp_path / "model", folder))
+    ids = torch.from_numpy(IDS).long()[None]
+    with torch.no_grad():
+        expected, before = ours(ids).logits, plain(ids).logits
+        theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()(ids).logits
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
+    assert (before - expected).abs().max() > 1e-2
+
+
+def test_only_the_additions_are_optimized_and_saved_and_go_on(folder: Path) -> None:  # noqa: F811
     straight, other = trainer(folder, lora=LORA), trainer(folder, lora=LORA)
     batch = shares((4, 20), (4, 20))
     straight.step(batch, 0)
-    other.load_state_dict({k: v for k, v in straight.state_dict().items()})
+    state = straight.state_dict()
+    additions = 4 * (128 + 128 + 320 + 128) * 2  # rank 4, in and out of q_proj and down_proj, 2 layers
+    assert sum(tensor.numel() for tensor in state["model"].values()) == additions
+    assert sum(moments["exp_avg"].numel() for moments in state["optimizer"].values()) == additions
+    other.load_state_dict(state)
     assert straight.step(batch, 1)["loss"] == other.step(batch, 1)["loss"]
+
+
+def test_additions_are_put_beside_no_other_model(folder: Path) -> None:  # noqa: F811
+    state = trainer(folder, lora=LORA).state_dict()
+    other = load(folder)
+    other.model.norm.weight.data[5] += 1e-3
+    models = Models(policy=other, lora=LORA, mesh=None, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"LoRA was trained beside a model of norm .*, model\.path is one of "):
+        models.load_state_dict(state)
 
 
 @pytest.mark.parametrize("target", ["wq", "q", "embed_tokens", "lm_head", "self_attn.q_proj"])

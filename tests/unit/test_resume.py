@@ -124,6 +124,7 @@ def test_a_finished_run_has_nothing_left_unless_its_model_is_missing(run_dir, co
         ({"rollout": {"batch_size": 4, "group_size": 4}}, r"holds a group of 2 rollouts, rollout.group_size = 4"),
         ({"rollout": {"batch_size": 8, "group_size": 2}}, r"holds a batch of 4 rollouts, rollout.batch_size = 8"),
         ({"env": {"f": {"path": "a:b"}}}, "unfinished tasks of env 'e'"),
+        ({"lora": {"rank": 4}}, "holds a model with lora = None, here it is {'rank': 4, 'alpha': 16.0, 'targets': "),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_the_config_is_refused(run_dir, config, tree, message):
