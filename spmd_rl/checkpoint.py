@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import pickle
 import shutil
 import warnings
@@ -35,6 +36,7 @@ from spmd_rl.types import Rollout
 SCHEMA = 2
 MARKER = "COMPLETE"
 NUM_READERS = 8  # files checked at a time
+BLOCK_BYTES = 1 << 24  # read at a time, into memory that malloc never sees: it would keep some of it for each thread
 
 
 # ---- the trainers' half
@@ -217,7 +219,8 @@ def _sums(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
 
 def _crc(path: Path) -> int:
     crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            crc = zlib.crc32(block, crc)
+    with open(path, "rb", buffering=0) as file, mmap.mmap(-1, BLOCK_BYTES) as block:
+        while num_bytes := file.readinto(block):
+            with memoryview(block)[:num_bytes] as part:
+                crc = zlib.crc32(part, crc)
     return crc

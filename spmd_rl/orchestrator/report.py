@@ -8,7 +8,7 @@ Knows nothing of queues or ranks.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -19,6 +19,7 @@ from spmd_rl.orchestrator.engine_figures import EngineFigures
 from spmd_rl.orchestrator.eval_sink import EvalReport
 from spmd_rl.types import Batch, Rollout
 
+RECENT = 6  # ends of steps that the time left is judged by
 ENDS = 5  # batches at either end of the run that reward_first and reward_last are the means of
 
 
@@ -75,9 +76,12 @@ class Report:
         self.engines = EngineFigures(clock=clock)
         self._decode, self._clock = decode, clock
         self._started = clock()
-        self._step_times: list[float] = []
-        self._rewards: list[float] = []
-        self._waits: list[tuple[float, float]] = []  # (waited, worked) seconds of each batch
+        self._num_steps = 0
+        self._first_step: float | None = None  # when it began
+        self._step_times: deque[float] = deque(maxlen=RECENT)
+        self._first_rewards: list[float] = []
+        self._last_rewards: deque[float] = deque(maxlen=ENDS)
+        self._waited_s = self._worked_s = 0.0  # by the trainer, from its first batch on
         self._trained_tokens = 0.0
         self._parked_s = 0.0
         self._evals: list[tuple[int, EvalReport, list[Rollout]]] = []
@@ -90,17 +94,21 @@ class Report:
     def training_begins(self) -> None:
         """Right after a count of the engines."""
         self.engines.mark()
-        self._step_times = [self._clock()]
+        self._first_step = self._clock()
+        self._step_times.append(self._first_step)
 
     def step(self, version: int, values: dict[str, float]) -> None:
         self.version = version
         self._step_times.append(self._clock())
-        self._rewards.append(values["reward"])
-        self._waits.append((values["trainer/wait_s"], values["trainer/step_s"]))
+        self._first_rewards += [values["reward"]] * (self._num_steps < ENDS)
+        self._last_rewards.append(values["reward"])
+        self._waited_s += values["trainer/wait_s"] * (self._num_steps > 0)  # the first batch is waited for anyway
+        self._worked_s += values["trainer/step_s"]
+        self._num_steps += 1
         self._trained_tokens += values["trainer/tokens"]
         self._parked_s += values["time/parked_s"]
         rates = self.engines.rates()
-        recent = self._step_times[-6:]
+        recent = self._step_times
         left_s = (recent[-1] - recent[0]) / max(1, len(recent) - 1) * (self._steps - version)
         bound = "" if self._bound.age is None else f" (bound {self._bound.age})"
         self.say(
@@ -136,9 +144,7 @@ class Report:
     @property
     def trainer_idle(self) -> float | None:
         """Share of its time, from its first batch on, that the trainer waited for the next."""
-        waited = sum(wait for wait, _ in self._waits[1:])
-        worked = sum(work for _, work in self._waits)
-        return waited / (waited + worked) if worked else None
+        return self._waited_s / (self._waited_s + self._worked_s) if self._worked_s else None
 
     def bottleneck(self) -> tuple[str, str]:
         """Which stage, and what to change: one knob at a time."""
@@ -154,10 +160,10 @@ class Report:
         return {
             "status": status,
             "error": error,
-            "steps": len(self._rewards),
+            "steps": self._num_steps,
             "version": self.version,
-            "reward_first": _mean(self._rewards[:ENDS]),
-            "reward_last": _mean(self._rewards[-ENDS:]),
+            "reward_first": _mean(self._first_rewards),
+            "reward_last": _mean(self._last_rewards),
             "age_mean": ages["rollout_mean"],
             "age_p99": ages["rollout_p99"],
             "age_max": ages["rollout_max"],
@@ -219,9 +225,9 @@ class Report:
         return "\n".join(lines)
 
     def _steps_per_minute(self) -> float | None:
-        if len(self._step_times) < 2:
+        if self._first_step is None or not self._num_steps:
             return None
-        return 60.0 * (len(self._step_times) - 1) / max(self._step_times[-1] - self._step_times[0], 1e-9)
+        return 60.0 * self._num_steps / max(self._step_times[-1] - self._first_step, 1e-9)
 
 
 def eval_values(report: EvalReport) -> dict[str, float]:

@@ -32,10 +32,17 @@ class Job:
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def command(config: str, folder: Path, *settings: str, num_ranks: int = 2, launcher: tuple[str, ...] = ()) -> list[str]:
+def command(
+    config: str,
+    folder: Path,
+    *settings: str,
+    num_ranks: int = 2,
+    launcher: tuple[str, ...] = (),
+    module: str = "spmd_rl",
+) -> list[str]:
     """What a user would type."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return [*torchrun, *launcher, "-m", "spmd_rl", str(CONFIGS / config), f"run.dir={folder}", *settings]
+    return [*torchrun, *launcher, "-m", module, str(CONFIGS / config), f"run.dir={folder}", *settings]
 
 
 def environment() -> dict[str, str]:

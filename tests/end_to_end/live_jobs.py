@@ -20,21 +20,25 @@ from pathlib import Path
 
 from tests.end_to_end.jobs import ROOT, command, environment
 
+MARK = "LIVE_JOB"  # in the environment of all processes of a job
 LIMIT_S = 90.0  # for anything to come; a test that runs into it has failed
 
 
 class LiveJob:
     """One torchrun with its ranks; leaving the block kills what is left of it."""
 
-    def __init__(self, run_dir: Path, *settings: str, ranks: int = 2, max_restarts: int = 0) -> None:
+    def __init__(
+        self, run_dir: Path, *settings: str, ranks: int = 2, max_restarts: int = 0, module: str = "spmd_rl"
+    ) -> None:
         launcher = (f"--max-restarts={max_restarts}", "--monitor-interval=0.1")
         settings = (f"model.path={ROOT}/models/tiny", "run.metrics_interval_s=0.5", *settings)
         self.lines: list[str] = []
+        self._mark = f"{MARK}={run_dir}"
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
-            command("tiny_cpu.toml", run_dir, *settings, num_ranks=ranks, launcher=launcher),
+            command("tiny_cpu.toml", run_dir, *settings, num_ranks=ranks, launcher=launcher, module=module),
             cwd=ROOT,
-            env=environment(),
+            env={**environment(), MARK: str(run_dir)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -71,6 +75,11 @@ class LiveJob:
                     raise AssertionError(f"{pattern!r} never came:\n{self.output}")
                 self._changed.wait(min(left_s, 0.5))
 
+    @property
+    def launcher(self) -> int:
+        """The process of torchrun."""
+        return self._process.pid
+
     def pid(self, rank: int) -> int:
         """The process of a rank, of the newest start of the world."""
         found = [pid for pid in self._children() if f"\0RANK={rank}\0" in "\0" + _read(f"/proc/{pid}/environ")]
@@ -91,6 +100,12 @@ class LiveJob:
         """Exit codes of ranks as torchrun reports them, where any was not 0."""
         entries = re.findall(r"rank +: (\d+) .*\n.*exitcode +: (-?\d+)", self.output)
         return {int(rank): int(code) for rank, code in entries}
+
+    @property
+    def left(self) -> list[int]:
+        """Processes of this job that are there, children of its ranks too."""
+        paths = [path for path in Path("/proc").iterdir() if path.name.isdecimal()]
+        return [int(path.name) for path in paths if self._mark in _read(path / "environ").split("\0")]
 
     def _read(self) -> None:
         for line in self._process.stdout:
@@ -138,5 +153,5 @@ def assert_whole(run_dir: Path, *, num_steps: int, max_staleness: int = 2, batch
 def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
