@@ -103,6 +103,7 @@ async def run_orchestrator(
         work=lambda rank, work: send(rank, work_message(work)),
         cancel=cancel,
         senders=world.trainer_ranks[:1] if config.weights.mode == "disk" else world.sender_ranks,
+        layout=_layout(world, config),
         written=written,
         swap=lambda version: to_all(world.topology.engine_leaders, Kind.SWAP, version=version),
         stats=lambda number: to_all(world.topology.engine_leaders, Kind.STATS, number=number),
@@ -232,6 +233,12 @@ async def run_orchestrator(
         paths = {**paths, "trained model": run_dir.model}
     report.say(report.table(end, paths=paths))
     return 0 if status == "done" else signals.code
+
+
+def _layout(world: World, config: Config) -> str:
+    """Adapters have none: merging them into the weights may round anew."""
+    form = f"as {config.model.dtype} on {world.device.type} by {config.weights.mode}"
+    return "" if config.lora.rank else f"{form} from {len(world.sender_ranks)} trainers"
 
 
 def _complete(

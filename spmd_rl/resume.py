@@ -56,10 +56,14 @@ def check_fits(folder: Path, config: Config) -> None:
         envs = {work.task.env for work in state.unfinished}
         formed = {len(batch.rollouts) for batch in state.batches}
         indices = [batch.index for batch in state.batches]
+        weights = words.get("weights", {"layout": "", "checksums": []})
+        whole = isinstance(weights["layout"], str) and isinstance(weights["checksums"], list)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{folder}: the orchestrator's state does not fit together: {error!r}") from error
     if any(type(count) is not int or count < 0 for count in counts) or folder.name != f"step_{state.version}":
         raise ValueError(f"{folder}: version, tickets, groups and cursor are {counts}")
+    if not whole:
+        raise ValueError(f"{folder}: its weights were {weights}")
     if sorted(indices) != list(range(state.version, state.version + len(indices))):
         raise ValueError(f"{folder}: holds batches {indices} at version {state.version}")
     here = model_config(config)

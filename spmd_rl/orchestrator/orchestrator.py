@@ -66,6 +66,7 @@ class Links:
     work: Callable[[int, GroupWork], None]  # start a group on an engine's rank
     cancel: Callable[[int, GroupWork], None]
     senders: tuple[int, ...]  # trainer ranks that send weights
+    layout: str  # of weights on the wire: under equal ones equal checksums mean equal weights; "": never
     swap: Callable[[int], None]  # have the engines take this version, where they wait for the word
     written: Callable[[int], Awaitable[None]]  # waits until the weights of a version are on disk
     stats: Callable[[int], None]  # have every engine answer with its counters, under this number
@@ -200,6 +201,8 @@ class Orchestrator:
         self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
         self._failures = FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
+        self._weights: dict[str, object] = {}  # that all engines took last: layout and checksums
+        self._saved_weights: Mapping[str, object] | None = None  # those of the checkpoint resumed
         self._last_shipped = version - 1
         self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
         self._admitted_until = {version: 0}  # rollouts admitted before a version was live
@@ -226,6 +229,7 @@ class Orchestrator:
         self._difficulty.restore(words.get("difficulty", ()))
         self.ledger.close_tokens()
         self._admitted_until = {self._first_version: self.ledger.admitted}
+        self._saved_weights = words.get("weights")
 
     def stop(self) -> None:
         """End early, with a checkpoint of what there is, within shutdown_s."""
@@ -269,6 +273,8 @@ class Orchestrator:
         """Until the last version is trained ("done") or `stop` ("stopped").  Raises when a promise is broken."""
         await self._let_take(self.policy.version)
         await self._taken(self.policy.version)
+        if self._saved_weights is not None:
+            self._assert_restored(self._saved_weights)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks_group = tasks
@@ -504,7 +510,20 @@ class Orchestrator:
                 f"engines do not hold the weights of version {version} that were sent: checksums {sent} and "
                 f"{[load.checksums for load in loads]}"
             )
+        self._weights = {"layout": self._links.layout, "checksums": list(sent)}
         return sends, loads
+
+    def _assert_restored(self, saved: Mapping[str, object]) -> None:
+        """What the engines hold after a resume is what they held when its checkpoint was made."""
+        if saved["layout"] != self._links.layout or not self._links.layout:
+            self._report.say(f"weights came {self._links.layout}, the checkpoint's {saved['layout']}: not compared")
+        elif saved != self._weights:
+            raise RuntimeError(
+                f"resumed engines do not hold the weights that they held at version {self.policy.version}: checksums "
+                f"{self._weights['checksums']}, the checkpoint's are {saved['checksums']}"
+            )
+        else:
+            self._report.say(f"engines hold the weights of version {self.policy.version} again, by checksum")
 
     async def _count_engines(self) -> int:
         """Tokens that all engines have sampled.  Waits for their counters."""
@@ -569,6 +588,7 @@ class Orchestrator:
             "path": path,
             "cursor": self._tasks.cursor,
             "difficulty": self._difficulty.state(),
+            "weights": self._weights,
         }
         if self._adaptive is not None:
             words["admission_limit"] = self._adaptive.limit

@@ -63,12 +63,30 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path, lora):
     (tmp_path / "cut" / "evals" / "eval_3.json").unlink()
     with LiveJob(tmp_path / "cut", *settings) as job:
         assert job.wait() == 0, job.output
+        assert "engines hold the weights of version 3 again, by checksum" in job.output
     assert_whole(tmp_path / "cut", num_steps=6, max_staleness=0)
     assert trained_tickets(tmp_path / "cut") == trained_tickets(tmp_path / "whole")
     for name in ("trainer/loss", "trainer/grad_norm", "reward"):
         whole, cut = ([record[name] for record in steps(tmp_path / folder)] for folder in ("whole", "cut"))
         assert cut == pytest.approx(whole, abs=1e-6), name
     assert (tmp_path / "cut" / "evals" / "eval_3.json").exists()  # an evaluation that was cut off runs again
+
+
+@pytest.mark.full
+def test_other_weights_than_those_saved_are_not_resumed_from(tmp_path):
+    """As when the trainers' half is of another moment, or is not loaded as it was saved."""
+    with LiveJob(tmp_path / "run", "run.steps=6", "checkpoint.every=3", "eval.every=-1") as job:
+        assert job.wait() == 0, job.output
+    checkpoints = tmp_path / "run" / "checkpoints"
+    mixed = checkpoint.aside(checkpoints, 3)
+    (checkpoints / "step_3").rename(mixed)
+    shutil.rmtree(mixed / "trainer")
+    (checkpoints / "step_6" / "trainer").rename(mixed / "trainer")
+    checkpoint.complete(checkpoints, 3)
+    shutil.rmtree(checkpoints / "step_6")
+    with LiveJob(tmp_path / "run", "run.steps=6", "eval.every=-1") as job:
+        assert job.wait() == 1
+        assert "resumed engines do not hold the weights that they held at version 3" in job.output
 
 
 @pytest.mark.full
