@@ -29,6 +29,7 @@ PER_ROLLOUT = {
     "finished_version": np.int32,
     "generation_s": np.float64,
 }
+DTYPES = {**PER_TOKEN, **PER_ROLLOUT, "cu_seqlens": np.int64, "advantage": np.float32, "usable": np.bool_}
 WORDS = ("env", "task_id", "purpose", "finish_reason", "error", "reward_parts", "segments")
 
 
@@ -120,15 +121,21 @@ def save(packed: Packed, path: Path) -> None:
 
 
 def load(path: Path) -> Packed:
-    """Read what `save` wrote; ValueError when it is something else."""
+    """Read what `save` wrote; ValueError, a line, when it is something else."""
     from safetensors import safe_open
 
-    with safe_open(path, "numpy") as file:
-        words = (file.metadata() or {}).get("words")
-        if words is None:
-            raise ValueError(f"{path}: not a file of packed rollouts")
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return from_arrays(arrays, json.loads(words))
+    try:
+        with safe_open(path, "numpy") as file:
+            words = json.loads(file.metadata()["words"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        packed = from_arrays(arrays, words)
+        if other := [name for name, dtype in DTYPES.items() if arrays[name].dtype != dtype]:
+            raise ValueError(f"{other[0]} is {arrays[other[0]].dtype}")
+        unpack(packed)  # the words of every rollout are there
+    except Exception as error:  # whatever it is, the file is to blame
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path}: not a file of packed rollouts: {text}") from error
+    return packed
 
 
 def split_evenly(costs: Sequence[float], num_parts: int) -> list[list[int]]:

@@ -37,6 +37,7 @@ def replay(folder: Path, step: int) -> int:
     trainer = make_trainer(config, device=device)
     version, restored = newest_until(run_dir.checkpoints, step)
     if restored is not None:
+        checkpoint.verify(restored)
         state = trainer.state_dict()
         checkpoint.load_trainer(state, restored / "trainer", None)
         trainer.load_state_dict(state)

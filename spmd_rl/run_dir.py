@@ -82,11 +82,11 @@ class RunDir:
         aside = self.path / "abandoned" / str(len(list(self.path.glob("abandoned/*"))))
         late = [p for p in self.batches.iterdir() if _number(p) >= version]
         late += [p for p in self.evals.iterdir() if _number(p) > version]
-        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
-        whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
         try:
+            lines = self.metrics.read_text("utf-8").splitlines(keepends=True) if self.metrics.exists() else []
+            whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
             kept = [line for line in whole if json.loads(line)["version"] <= version]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.metrics}: not the metrics of a run: {error}") from error
         if not late and len(kept) == len(lines):
             return

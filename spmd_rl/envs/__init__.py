@@ -12,7 +12,10 @@ import inspect
 import itertools
 import pkgutil
 import random
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -97,7 +100,9 @@ def of_split(tasks: Iterator[Task], split: str, key: Callable[[Task], str]) -> I
 def check_tasks(name: str, environment: Environment, *, seed: int, splits: Iterable[str]) -> None:
     """ValueError, before anything is built, for data that are missing, broken or empty."""
     for split in splits:
-        if next(environment.tasks(seed, split), None) is None:
+        with _refused(name):
+            task = next(environment.tasks(seed, split), None)
+        if task is None:
             raise ValueError(f"environment {name} has no tasks of the split {split!r}")
 
 
@@ -113,4 +118,18 @@ def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Envi
     except TypeError as error:
         known = [name for name in signature.parameters if name != "tokenizer"]
         raise ValueError(f"environment {path}: {error}; its settings: {', '.join(known) or 'none'}") from error
-    return cls(tokenizer=tokenizer, **args)
+    with _refused(path):
+        return cls(tokenizer=tokenizer, **args)
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """What an environment raises before the run begins is a ValueError with the place: settings that it cannot use."""
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        raise ValueError(f"environment {name}: {type(error).__name__}: {error} ({place})") from error

@@ -42,7 +42,10 @@ def from_json(words: dict, rollouts: Sequence[Rollout]) -> PathState:
     left = iter(rollouts)
 
     def take(advantages: list[float]) -> tuple[list[Rollout], np.ndarray]:
-        return [next(left) for _ in advantages], np.array(advantages, np.float32)
+        values = np.array(advantages, np.float64)
+        if not (np.abs(values) <= np.finfo(np.float32).max).all():
+            raise ValueError(f"advantages are {advantages}")
+        return [next(left) for _ in advantages], values.astype(np.float32)
 
     try:
         groups = []

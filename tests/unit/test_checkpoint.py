@@ -147,7 +147,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(saved, tmp_path, version)
 @pytest.mark.full
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_kill_at_every_point_of_saving_leaves_a_whole_checkpoint(saved, tmp_path, version):
-    new = check_kill_points(saved, tmp_path, version, range(1, 41))
+    new = check_kill_points(saved, tmp_path, version, range(1, 51))
     assert new == sorted(new)
 
 

@@ -4,20 +4,23 @@ import copy
 import json
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spmd_rl import checkpoint, resume
+from spmd_rl import batch_log, checkpoint, packing, resume
 from spmd_rl import config as config_module
 from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator.state import to_json
 from spmd_rl.orchestrator.train_path import PathState
 from spmd_rl.run_dir import RunDir
 from spmd_rl.types import Batch, Group, GroupWork, Rollout, Task
+from tests.unit.test_checkpoint import mutate
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SEEDS = [range(100), pytest.param(range(100, 300), marks=pytest.mark.full)]
 MODEL = {"hidden_size": 64, "transformers_version": "5"}
 
 
@@ -58,7 +61,7 @@ def state(version: int) -> tuple[dict[str, object], list[Rollout]]:
         ledger=Ledger().state(),
     )
     words, rollouts = to_json(path)
-    return {"path": words, "cursor": 8, "model": MODEL}, rollouts
+    return {"path": words, "cursor": 8, "model": MODEL, "weights": {"layout": "x", "checksums": [1, 2]}}, rollouts
 
 
 def save(run_dir: RunDir, version: int = 2) -> Path:
@@ -147,11 +150,12 @@ def test_another_model_is_refused_by_what_differs(run_dir, config, tmp_path):
         resume.starting_point(run_dir, config_module.from_tree(tree), restarted=False)
 
 
-def test_whatever_the_state_says_it_is_taken_or_refused_in_a_line(run_dir, config, tmp_path):
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_whatever_the_state_says_it_is_taken_or_refused_in_a_line(run_dir, config, tmp_path, seeds):
     """As by somebody who also mends the checksums."""
     whole = save(run_dir)
     words = json.loads((whole / "orchestrator.json").read_text())
-    for seed in range(100):
+    for seed in seeds:
         rng = random.Random(seed)
         mutated = copy.deepcopy(words)
         spot, key = rng.choice(list(places(mutated)))
@@ -167,6 +171,34 @@ def test_whatever_the_state_says_it_is_taken_or_refused_in_a_line(run_dir, confi
         except ValueError as error:
             assert str(folder) in str(error), seed
             assert "\n" not in str(error), seed
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_whatever_is_damaged_in_a_run_directory_no_run_starts_afresh_in_it(run_dir, config, tmp_path, seeds):
+    """Taken if it is as good as before, or the checkpoint before if it is incomplete, else refused in a line."""
+    save(run_dir, 1)
+    save(run_dir, 2)
+    for index in range(3):
+        batch_log.write(run_dir.batches, Batch(index=index, rollouts=[rollout(index)], advantages=np.ones(1)), bool)
+    run_dir.metrics.write_text("".join(json.dumps({"kind": "step", "version": v}) + "\n" for v in (1, 2, 3)))
+    shutil.rmtree(run_dir.tensorboard)
+    met = Counter()
+    for seed in seeds:
+        copied = RunDir(tmp_path / f"fuzz{seed}")
+        shutil.copytree(run_dir.path, copied.path, ignore=shutil.ignore_patterns("fuzz*", "step_1.*"))
+        done = mutate(copied.path, random.Random(seed))
+        try:
+            version, folder = start(copied, config)
+            copied.abandon_after(version)
+            checkpoint.verify(folder)
+            packing.load(copied.batches / "step_0.safetensors")
+        except ValueError as error:
+            assert str(copied.path) in str(error), done
+            assert "\n" not in str(error), done
+            version = -1
+        assert version in (-1, 2) or (version, done) == (1, "remove COMPLETE"), done
+        met[version] += 1
+    assert min(met[-1], met[2]) > len(seeds) / 10
 
 
 def places(node: object):
