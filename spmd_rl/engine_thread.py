@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from spmd_rl.engine.protocol import Engine
 
-T = TypeVar("T")
-
 
 @dataclass
 class EngineStats:
@@ -36,7 +34,6 @@ class EngineStats:
 
     busy_s: float = 0.0  # in steps and in swaps
     pause_s: float = 0.0  # in swaps alone
-    steps: int = 0
     tokens: int = 0  # of completions handed back, wasted ones included
     wasted_tokens: int = 0  # of sequences that were restarted
     swaps: int = 0
@@ -118,21 +115,6 @@ class EngineThread:
             completion, wasted_tokens = request.future.result()
             raise Cancelled(len(completion.token_ids) + wasted_tokens) from None
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run a function of the engine between two steps.  Waits for the engine thread."""
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def command() -> None:
-            try:
-                result = function(self.engine)
-            except ValueError as error:  # the caller's mistake, not the engine's
-                self._answer(future, error)
-            else:
-                self._answer(future, result)
-
-        self._commands.put(command)
-        return await future
-
     def load(
         self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, loaded: Callable[[float], None]
     ) -> None:
@@ -202,15 +184,12 @@ class EngineThread:
         if not self._swap_is_due:
             return
         swap = self._swap
-        if self._on_update == "hold" and self._running:
-            return
-        if self._on_update == "restart" and self._running.keys() - swap.cancelled:
+        if self._on_update == "restart":
             for request_id in self._running.keys() - swap.cancelled:
                 self.engine.cancel(request_id)
-            swap.cancelled = set(self._running)
-            return  # the next step hands them back
-        if swap.cancelled and self._running:
-            return
+                swap.cancelled.add(request_id)
+        if self._on_update != "continue" and self._running:
+            return  # the next steps end them
         start = time.perf_counter()
         self._progress(f"loading weights {swap.version}")
         self.engine.load_weights(swap.weights(), swap.version)
@@ -230,7 +209,6 @@ class EngineThread:
         start = time.perf_counter()
         finished = self.engine.step()
         self.stats.busy_s += time.perf_counter() - start
-        self.stats.steps += 1
         for request_id, completion in finished:
             self._finish(request_id, self._running.pop(request_id), completion)
 
@@ -251,7 +229,7 @@ class EngineThread:
             self.engine.cancel(request_id)
         for held in [held for held in self._held if held[0] == request_id]:
             self._held.remove(held)
-            self._answer(held[1].future, (_nothing(), held[1].wasted_tokens))
+            self._answer(held[1].future, (Completion.empty("cancelled"), held[1].wasted_tokens))
 
     def _finish(self, request_id: int, request: _Request, completion: Completion) -> None:
         self.stats.tokens += len(completion.token_ids)
@@ -272,8 +250,3 @@ class EngineThread:
                 future.set_result(result)
 
         self._loop.call_soon_threadsafe(answer)
-
-
-def _nothing() -> Completion:
-    none = np.empty(0, np.int32)
-    return Completion(token_ids=none, logprobs=np.empty(0, np.float32), versions=none, finish_reason="cancelled")

@@ -110,7 +110,7 @@ class Episodes:
                 raise PromptTooLong(f"{len(token_ids)} tokens leave no room for a reply in {self._max_seq_len}")
             turn += 1
             if room < 1:
-                return _cut_short()
+                return Completion.empty("length")
             limit = min(max_tokens or sampling.max_tokens, room)
             sampling = replace(sampling, seed=seed, max_tokens=limit)
             try:
@@ -126,12 +126,6 @@ class Episodes:
             raise ValueError(f"reward {rollout.reward}")
         rollout.num_turns = turn
         return rollout
-
-
-def _cut_short() -> Completion:
-    """The turn of an episode that has used up its context."""
-    none = np.empty(0, np.int32)
-    return Completion(token_ids=none, logprobs=np.empty(0, np.float32), versions=none, finish_reason="length")
 
 
 def _failed(error: str) -> Rollout:

@@ -40,7 +40,6 @@ class InferenceRank:
         self._probe_every, self._probe = config.run.probe_every, []
         self._waits_for_word = config.staleness.on_update == "drain" and config.weights.mode != "disk"
         self._may_swap = threading.Semaphore(0)
-        self._jobs: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
         engine, specs = build_engine(config, device=world.device, group=world.engine_group)
         self._engine = EngineThread(
@@ -87,7 +86,7 @@ class InferenceRank:
     def _counts(self) -> dict[str, float]:
         engine, stats = self._engine.engine, self._engine.stats
         return {
-            **{name: getattr(stats, name) for name in ("busy_s", "pause_s", "steps", "tokens", "swaps")},
+            **{name: getattr(stats, name) for name in ("busy_s", "pause_s", "tokens", "swaps")},
             "running": engine.num_running,
             "waiting": max(0, self._engine.num_requests - engine.num_running),
             "kv_used": engine.kv_used,

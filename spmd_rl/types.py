@@ -36,6 +36,12 @@ class Completion:
     versions: np.ndarray  # [N] int32, version of the weights that computed each token's distribution
     finish_reason: str  # "stop" | "length" | "cancelled"
 
+    @classmethod
+    def empty(cls, finish_reason: str) -> Completion:
+        """One that ended before its first token."""
+        none = np.empty(0, np.int32)
+        return cls(token_ids=none, logprobs=np.empty(0, np.float32), versions=none, finish_reason=finish_reason)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
