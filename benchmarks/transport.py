@@ -1,9 +1,11 @@
 """Rollouts from one rank to another: rollouts/s and MB/s beside raw bytes and pickled objects, as JSON.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.transport [--tokens 1000 8000] [--rollouts 64] [--repeats 5]
+    OMP_NUM_THREADS=1 python -m benchmarks.transport [--tokens 1000 8000 32000] [--rollouts 64] [--repeats 9]
 
-`message` packs rollouts, sends them through an Outbox, receives them through an Inbox and unpacks; `raw` sends and
-receives the same number of bytes; `pickled` is torch's own send of Python objects.  Interleaved, best of the repeats.
+`batch` packs all rollouts into one message, as a trainer gets them; `single` each into its own, as an engine's rank
+sends them; both through an Outbox and an Inbox, packing and unpacking included.  `raw` is the same bytes in one send,
+`raw_single` in one send per rollout, memory touched before; `pickled` is torch's own send of Python objects.
+Interleaved; medians, and `share_of_raw` of each.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,44 +45,52 @@ def measure(world: World, num_rollouts: int, num_tokens: int, repeats: int) -> d
     """On both ranks; the receiver's answer counts."""
     received: queue.Queue[Message] = queue.Queue()
     rollouts = make_rollouts(num_rollouts, num_tokens)
-    packed = packing.pack(rollouts)
-    num_bytes = sum(array.nbytes for array in packed.arrays().values())
+    num_bytes = sum(array.nbytes for array in packing.pack(rollouts).arrays().values())
     raw = torch.ones(num_bytes, dtype=torch.uint8)
+    pieces = raw.tensor_split(num_rollouts)
+    group = world.wts[world.sender_ranks[0]]  # ctl carries the messages: two users of one pair would take each other's
     outbox = inbox = None
     if world.rank == SENDER:
         outbox = Outbox(RECEIVER, world.ctl, failed=fail)
     else:
         inbox = Inbox(SENDER, world.ctl, deliver=received.put, failed=fail)
 
-    def send_message() -> None:
-        fresh = packing.pack(rollouts)
-        outbox.put(Message(Kind.BATCH, {"words": fresh.words}, fresh.arrays()))
+    def send_packed(some: list[Rollout]) -> None:
+        packed = packing.pack(some)
+        outbox.put(Message(Kind.BATCH, {"words": packed.words}, packed.arrays()))
 
-    def receive_message() -> None:
+    def receive_packed() -> list[Rollout]:
         message = received.get(timeout=LIMIT_S)
-        got = packing.unpack(packing.from_arrays(message.arrays, message.words["words"]))
+        return packing.unpack(packing.from_arrays(message.arrays, message.words["words"]))
+
+    def check(got: list[Rollout]) -> None:
         assert len(got) == num_rollouts and got[-1].token_ids[-1] == num_tokens - 1
 
-    # messages use ctl, so the others have a group of their own: two users of one pair would take each other's bytes
     ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "message": (send_message, receive_message),
-        "raw": (
-            lambda: dist.send(raw, RECEIVER, group=world.wts[world.sender_ranks[0]]),
-            lambda: dist.recv(raw, SENDER, group=world.wts[world.sender_ranks[0]]),
+        "batch": (lambda: send_packed(rollouts), lambda: check(receive_packed())),
+        "raw": (lambda: dist.send(raw, RECEIVER, group=group), lambda: dist.recv(raw, SENDER, group=group)),
+        "single": (
+            lambda: [send_packed([rollout]) for rollout in rollouts],
+            lambda: check([rollout for _ in rollouts for rollout in receive_packed()]),
+        ),
+        "raw_single": (
+            lambda: [dist.send(piece, RECEIVER, group=group) for piece in pieces],
+            lambda: [dist.recv(piece, SENDER, group=group) for piece in pieces],
         ),
         "pickled": (
-            lambda: dist.send_object_list(rollouts, RECEIVER, group=world.wts[world.sender_ranks[0]]),
-            lambda: dist.recv_object_list([None] * num_rollouts, SENDER, group=world.wts[world.sender_ranks[0]]),
+            lambda: dist.send_object_list(rollouts, RECEIVER, group=group),
+            lambda: dist.recv_object_list([None] * num_rollouts, SENDER, group=group),
         ),
     }
-    best = dict.fromkeys(ways, float("inf"))
+    taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, (send, receive) in ways.items():
             dist.barrier(group=world.bar)
             start = time.perf_counter()
             (send if world.rank == SENDER else receive)()
             dist.barrier(group=world.bar)
-            best[name] = min(best[name], time.perf_counter() - start)
+            taken[name].append(time.perf_counter() - start)
+    seconds = {name: statistics.median(times[1:]) for name, times in taken.items()}  # the first of each warms up
     if outbox is not None:
         outbox.put(Message(Kind.STOP))
         outbox.close(timeout_s=LIMIT_S)
@@ -87,11 +98,12 @@ def measure(world: World, num_rollouts: int, num_tokens: int, repeats: int) -> d
         inbox.join(timeout_s=LIMIT_S)
     return {
         "megabytes": round(num_bytes / 1e6, 2),
-        **{f"{name}_ms": round(1e3 * seconds, 2) for name, seconds in best.items()},
-        "rollouts_per_s": round(num_rollouts / best["message"]),
-        "megabytes_per_s": round(num_bytes / best["message"] / 1e6),
-        "share_of_raw": round(best["raw"] / best["message"], 3),
-        "times_faster_than_pickled": round(best["pickled"] / best["message"], 2),
+        **{f"{name}_ms": round(1e3 * value, 2) for name, value in seconds.items()},
+        "rollouts_per_s": round(num_rollouts / seconds["single"]),
+        "megabytes_per_s": round(num_bytes / seconds["batch"] / 1e6),
+        "share_of_raw": round(seconds["raw"] / seconds["batch"], 2),
+        "share_of_raw_single": round(seconds["raw_single"] / seconds["single"], 2),
+        "times_faster_than_pickled": round(seconds["pickled"] / seconds["batch"], 1),
     }
 
 
@@ -101,9 +113,9 @@ def fail(peer: int, error: Exception) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 8000])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 8000, 32000])
     parser.add_argument("--rollouts", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     results = {
         f"{tokens} tokens x {options.rollouts}": run_worlds(

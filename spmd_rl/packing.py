@@ -65,28 +65,25 @@ class Packed:
 def pack(rollouts: Sequence[Rollout], advantages: np.ndarray | None = None, usable: np.ndarray | None = None) -> Packed:
     """Concatenate rollouts in the order given; advantages and usable are [n], one a rollout (None: 0, all)."""
     lengths = [len(r.token_ids) for r in rollouts]
-    per_token = {
-        name: np.concatenate([getattr(r, name) for r in rollouts]) if rollouts else np.empty(0, dtype)
-        for name, dtype in PER_TOKEN.items()
-    }
     per_rollout = {name: np.array([getattr(r, name) for r in rollouts], dtype) for name, dtype in PER_ROLLOUT.items()}
     return Packed(
         cu_seqlens=np.cumsum([0, *lengths], dtype=np.int64),
         advantage=np.zeros(len(rollouts), np.float32) if advantages is None else np.asarray(advantages, np.float32),
         usable=np.ones(len(rollouts), np.bool_) if usable is None else np.asarray(usable, np.bool_),
         words=[{name: getattr(r, name) for name in WORDS} for r in rollouts],
-        **per_token,
+        **_joined({name: [getattr(r, name) for r in rollouts] for name in PER_TOKEN}, sum(lengths)),
         **per_rollout,
     )
 
 
 def unpack(packed: Packed) -> list[Rollout]:
     """The rollouts again; their arrays are views into the packed ones."""
+    columns = [getattr(packed, name).tolist() for name in PER_ROLLOUT]
+    starts = packed.cu_seqlens.tolist()
     rollouts = []
-    for i, (words, a, b) in enumerate(zip(packed.words, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False)):
-        scalars = {name: getattr(packed, name)[i].item() for name in PER_ROLLOUT}
+    for words, *scalars, a, b in zip(packed.words, *columns, starts[:-1], starts[1:], strict=True):
         tokens = {name: getattr(packed, name)[a:b] for name in PER_TOKEN}
-        rollouts.append(Rollout(**scalars, **tokens, **words))
+        rollouts.append(Rollout(**dict(zip(PER_ROLLOUT, scalars, strict=True)), **tokens, **words))
     return rollouts
 
 
@@ -179,14 +176,26 @@ def shares(packed: Packed, num: int, *, width: int) -> list[Packed]:
 def select(packed: Packed, indices: Sequence[int]) -> Packed:
     """Some of the rollouts, in the order given."""
     spans = [slice(packed.cu_seqlens[i], packed.cu_seqlens[i + 1]) for i in indices]
-    per_token = {
-        name: np.concatenate([getattr(packed, name)[span] for span in spans]) if spans else np.empty(0, dtype)
-        for name, dtype in PER_TOKEN.items()
-    }
+    cu_seqlens = np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64)
     rows = np.array(indices, np.int64)
     return Packed(
-        cu_seqlens=np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
+        cu_seqlens=cu_seqlens,
         words=[packed.words[i] for i in indices],
-        **per_token,
+        **_joined({name: [getattr(packed, name)[span] for span in spans] for name in PER_TOKEN}, int(cu_seqlens[-1])),
         **{name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, "advantage", "usable")},
     )
+
+
+def _joined(parts: Mapping[str, Sequence[np.ndarray]], num_tokens: int) -> dict[str, np.ndarray]:
+    """Arrays of tokens in one piece of memory: fresh pages cost more than the copy, and large pieces get large ones."""
+    memory = np.empty(num_tokens * sum(np.dtype(dtype).itemsize for dtype in PER_TOKEN.values()), np.uint8)
+    joined, start = {}, 0
+    for name, dtype in sorted(
+        PER_TOKEN.items(), key=lambda item: -np.dtype(item[1]).itemsize
+    ):  # the widest first: aligned
+        end = start + num_tokens * np.dtype(dtype).itemsize
+        joined[name] = memory[start:end].view(dtype)
+        if parts[name]:
+            np.concatenate(parts[name], out=joined[name])
+        start = end
+    return joined

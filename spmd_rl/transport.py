@@ -1,8 +1,9 @@
-"""Messages between two ranks: a fixed header, then one buffer of plain bytes; nothing is ever unpickled.
+"""Messages between two ranks: a frame of plain bytes, sent in one piece or two; nothing is ever unpickled.
 
-    int64[16]  magic, schema, kind, sequence number, payload bytes, bytes of the JSON block, 0 …
+    int64[16]  header: magic, schema, kind, sequence number, payload bytes, bytes of the JSON block, 0 …
     uint8[N]   JSON block {"words": {…}, "arrays": [[name, dtype, shape], …]}, then the arrays, each aligned to 8 bytes
 
+The first piece is at most 128 KiB, for which a receiver always has room; a longer frame's rest comes in a second one.
 gloo blocks a sender until its peer receives and a receiver until data comes, and a wait that times out kills the group.
 So one thread owns one (peer, direction): an `Outbox` sends what is put into its bounded queue, an `Inbox` hands each
 message to a callable. Whatever goes wrong in such a thread ends in a call of `failed(peer, error)`, once.
@@ -27,6 +28,8 @@ from torch.distributed import ProcessGroup
 MAGIC = 0x53504D445F524C31  # "SPMD_RL1"
 SCHEMA = 1
 HEADER_LENGTH = 16
+HEADER_BYTES = 8 * HEADER_LENGTH
+FIRST_BYTES = 1 << 17  # of a frame: most messages need no second piece; a copy of as much costs less than one
 MAX_PAYLOAD_BYTES = 1 << 33
 _ALIGN = 8
 
@@ -76,27 +79,30 @@ def encode(
     message: Message,
     *,
     sequence: int = 0,
-    buffer: np.ndarray | None = None,  # [>= N] uint8, used for the payload if it is long enough
-) -> tuple[np.ndarray, np.ndarray]:  # int64[16], uint8[N]
+    buffer: np.ndarray | None = None,  # uint8, used if it is long enough
+) -> np.ndarray:  # [128 + N] uint8
     """The wire form of a message; an array that is not of plain numbers is refused by name."""
     arrays = {name: _little_endian(name, array) for name, array in message.arrays.items()}
     table = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
     block = json.dumps({"words": message.words, "arrays": table}, separators=(",", ":")).encode()
     num_bytes = _aligned(len(block)) + sum(_aligned(array.nbytes) for array in arrays.values())
-    payload = buffer if buffer is not None and len(buffer) >= num_bytes else np.empty(num_bytes, np.uint8)
-    payload = payload[:num_bytes]
-    start = _write(payload, 0, np.frombuffer(block, np.uint8))
+    size = HEADER_BYTES + num_bytes
+    frame = buffer[:size] if buffer is not None and len(buffer) >= size else np.empty(size, np.uint8)
+    header = np.array([MAGIC, SCHEMA, message.kind, sequence, num_bytes, len(block)] + [0] * (HEADER_LENGTH - 6))
+    start = _write(frame, _write(frame, 0, header), np.frombuffer(block, np.uint8))
     for array in arrays.values():
-        start = _write(payload, start, array)
-    header = np.zeros(HEADER_LENGTH, np.int64)
-    header[:6] = MAGIC, SCHEMA, message.kind, sequence, num_bytes, len(block)
-    return header, payload
+        start = _write(frame, start, array)
+    return frame
 
 
-def payload_bytes(header: np.ndarray, *, sequence: int) -> int:
-    """Size of the payload that follows this header; raises if it is not the header expected next."""
+def header_of(frame: np.ndarray) -> np.ndarray:  # [16] int64
+    return frame[:HEADER_BYTES].view(np.int64)
+
+
+def frame_bytes(header: np.ndarray, *, sequence: int) -> int:
+    """Size of the frame that begins with this header; raises if it is not the one expected next."""
     magic, schema, kind, number, num_bytes, block_bytes = (int(value) for value in header[:6])
-    if len(header) != HEADER_LENGTH or magic != MAGIC:
+    if magic != MAGIC:
         raise MalformedMessage(f"header begins with {magic:#x}, expected {MAGIC:#x}")
     if schema != SCHEMA:
         raise MalformedMessage(f"message schema {schema}, this is {SCHEMA}: do all ranks run the same code?")
@@ -106,12 +112,13 @@ def payload_bytes(header: np.ndarray, *, sequence: int) -> int:
         raise MalformedMessage(f"message number {number}, expected {sequence}: one was lost or repeated")
     if not 0 < block_bytes <= num_bytes <= MAX_PAYLOAD_BYTES:
         raise MalformedMessage(f"message of {num_bytes} bytes with a JSON block of {block_bytes} bytes")
-    return num_bytes
+    return HEADER_BYTES + num_bytes
 
 
-def decode(header: np.ndarray, payload: np.ndarray, *, peer: int = -1, sequence: int = 0) -> Message:
-    """The message of a header and its payload; its arrays are views on the payload."""
-    if payload_bytes(header, sequence=sequence) != len(payload):
+def decode(frame: np.ndarray, *, peer: int = -1, sequence: int = 0) -> Message:
+    """The message of a frame; its arrays are views on it."""
+    header, payload = header_of(frame), frame[HEADER_BYTES:]
+    if frame_bytes(header, sequence=sequence) != len(frame):
         raise MalformedMessage(f"payload of {len(payload)} bytes, the header says {int(header[4])}")
     block_bytes = int(header[5])
     try:
@@ -201,20 +208,21 @@ class Outbox:
         buffer = np.empty(0, np.uint8)
         sequence = 0
         while (message := self._queue.get()) is not None:
-            header, payload = encode(message, sequence=sequence, buffer=buffer)
+            frame = encode(message, sequence=sequence, buffer=buffer)
             del message
-            if len(payload) > len(buffer):
-                buffer = np.empty(_capacity(len(payload)), np.uint8)
-            dist.send(torch.from_numpy(header), self.peer, group=self._group)
-            dist.send(torch.from_numpy(payload), self.peer, group=self._group)
-            self.num_bytes_sent += header.nbytes + payload.nbytes
+            if len(frame) > len(buffer):
+                buffer = np.empty(_capacity(len(frame)), np.uint8)
+            for piece in (frame[:FIRST_BYTES], frame[FIRST_BYTES:]):
+                if len(piece):
+                    dist.send(torch.from_numpy(piece), self.peer, group=self._group)
+            self.num_bytes_sent += len(frame)
             sequence += 1
 
 
 class Inbox:
     """Receives from one peer in a thread of its own and hands each message to `deliver`, until STOP (delivered too).
 
-    While `deliver` blocks nothing more is taken from the peer: that is the back-pressure.
+    While `deliver` blocks no more than the first piece of the next message is taken: that is the back-pressure.
     """
 
     def __init__(self, peer: int, group: ProcessGroup, *, deliver: Callable[[Message], None], failed: Failed) -> None:
@@ -224,6 +232,7 @@ class Inbox:
         self._deliver = deliver
         self._failed = failed
         self._buffers = _Buffers()
+        self._first = np.zeros(FIRST_BYTES, np.uint8)
         self._thread = threading.Thread(target=self._run, name=f"inbox from rank {peer}", daemon=True)
         self._thread.start()
 
@@ -235,21 +244,29 @@ class Inbox:
 
     def _run(self) -> None:
         try:
-            sequence = 0
-            while self._receive_one(sequence) != Kind.STOP:
+            sequence, coming = 0, self._expect()
+            while coming is not None:
+                coming.wait()
+                frame = self._rest(sequence)
+                stops = header_of(frame)[2] == Kind.STOP
+                coming = None if stops else self._expect()  # arrives while this one is delivered
+                self._deliver(decode(frame, peer=self.peer, sequence=sequence))
+                del frame  # or its buffer could not be used again
                 sequence += 1
         except Exception as error:
             self._failed(self.peer, error)
 
-    def _receive_one(self, sequence: int) -> Kind:
-        header = np.empty(HEADER_LENGTH, np.int64)
-        dist.recv(torch.from_numpy(header), self.peer, group=self._group)
-        payload = self._buffers.take(payload_bytes(header, sequence=sequence))
-        dist.recv(torch.from_numpy(payload), self.peer, group=self._group)
-        self.num_bytes_received += header.nbytes + payload.nbytes
-        message = decode(header, payload, peer=self.peer, sequence=sequence)
-        self._deliver(message)
-        return message.kind
+    def _expect(self) -> dist.Work:
+        return dist.irecv(torch.from_numpy(self._first), self.peer, group=self._group)
+
+    def _rest(self, sequence: int) -> np.ndarray:
+        """The frame whose first piece has come."""
+        frame = self._buffers.take(frame_bytes(header_of(self._first), sequence=sequence))
+        frame[:FIRST_BYTES] = self._first[: len(frame)]
+        if len(frame) > FIRST_BYTES:
+            dist.recv(torch.from_numpy(frame[FIRST_BYTES:]), self.peer, group=self._group)
+        self.num_bytes_received += len(frame)
+        return frame
 
 
 class _Buffers:

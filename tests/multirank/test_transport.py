@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmd_rl.transport import Inbox, Kind, MalformedMessage, Message, Outbox, PeerLost
+from spmd_rl.transport import FIRST_BYTES, Inbox, Kind, MalformedMessage, Message, Outbox, PeerLost
 from tests.ranks import run_ranks
 
 LIMIT_S = 20.0
@@ -85,7 +85,7 @@ def test_a_slow_peer_fills_the_queue_and_is_named():
 
 def sends_to_the_dead(rank: int) -> str:
     if rank == 1:
-        dist.recv(torch.empty(16, dtype=torch.int64), 0)
+        dist.recv(torch.empty(FIRST_BYTES, dtype=torch.uint8), 0)
         return "left in the middle of a message"
     lost: Future[tuple[str, int]] = Future()
     outbox = Outbox(

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from spmd_rl.transport import HEADER_LENGTH, MAGIC, Kind, MalformedMessage, Message, _Buffers, decode, encode
+from spmd_rl.transport import (
+    HEADER_BYTES,
+    MAGIC,
+    Kind,
+    MalformedMessage,
+    Message,
+    _Buffers,
+    decode,
+    encode,
+    header_of,
+)
 
 WORDS = st.dictionaries(
     st.text(max_size=8),
@@ -36,9 +46,9 @@ ARRAYS = st.dictionaries(
 @settings(max_examples=150, deadline=None)
 @given(kind=st.sampled_from(Kind), words=WORDS, arrays=ARRAYS, sequence=st.integers(0, 2**62))
 def test_what_goes_in_comes_out(kind, words, arrays, sequence):
-    header, payload = encode(Message(kind, words, arrays), sequence=sequence)
-    assert header.shape == (HEADER_LENGTH,) and header.dtype == np.int64 and payload.dtype == np.uint8
-    message = decode(header, payload, peer=3, sequence=sequence)
+    frame = encode(Message(kind, words, arrays), sequence=sequence)
+    assert frame.dtype == np.uint8 and len(frame) == HEADER_BYTES + header_of(frame)[4]
+    message = decode(frame, peer=3, sequence=sequence)
     assert (message.kind, message.words, message.peer, list(message.arrays)) == (kind, words, 3, list(arrays))
     for name, array in arrays.items():
         got = message.arrays[name]
@@ -48,7 +58,7 @@ def test_what_goes_in_comes_out(kind, words, arrays, sequence):
 
 def test_strided_and_big_endian_arrays_arrive_as_plain_ones():
     arrays = {"columns": np.arange(12).reshape(3, 4).T, "every second": np.arange(9, dtype=">i4")[::2]}
-    got = decode(*encode(Message(Kind.BATCH, {}, arrays))).arrays
+    got = decode(encode(Message(Kind.BATCH, {}, arrays))).arrays
     for name, array in arrays.items():
         np.testing.assert_array_equal(got[name], array)
         assert got[name].dtype == array.dtype.newbyteorder("<") and got[name].flags.c_contiguous
@@ -56,8 +66,7 @@ def test_strided_and_big_endian_arrays_arrive_as_plain_ones():
 
 def test_a_long_enough_buffer_is_used():
     buffer = np.empty(4096, np.uint8)
-    _, payload = encode(Message(Kind.STATS, {"a": 1}), buffer=buffer)
-    assert payload.base is buffer
+    assert encode(Message(Kind.STATS, {"a": 1}), buffer=buffer).base is buffer
 
 
 @pytest.mark.parametrize("array", [np.array(["text"]), np.array([object()]), np.array(0, "M8[s]")])
@@ -81,27 +90,27 @@ def test_an_array_that_is_not_of_numbers_is_refused_by_name(array):
     ],
 )
 def test_a_malformed_header_is_named(position, value, words):
-    header, payload = encode(Message(Kind.STATS, {"a": 1}, {"x": np.arange(3)}))
-    header[position] = value
+    frame = encode(Message(Kind.STATS, {"a": 1}, {"x": np.arange(3)}))
+    header_of(frame)[position] = value
     with pytest.raises(MalformedMessage, match=words):
-        decode(header, payload)
+        decode(frame)
 
 
 def test_an_array_beyond_the_payload_is_named():
-    header, payload = encode(Message(Kind.STATS, {}, {"x": np.arange(3)}))
-    payload[: header[5]] = np.frombuffer(payload[: header[5]].tobytes().replace(b"[3]", b"[9]"), np.uint8)
+    frame = encode(Message(Kind.STATS, {}, {"x": np.arange(3)}))
+    frame[:] = np.frombuffer(frame.tobytes().replace(b"[3]", b"[9]"), np.uint8)
     with pytest.raises(MalformedMessage, match="array 'x' ends at byte"):
-        decode(header, payload)
+        decode(frame)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_damaged_payload_never_raises_anything_else(data):
-    header, payload = encode(Message(Kind.BATCH, {"a": [1, "b"]}, {"x": np.arange(3), "y": np.array(True)}))
+    frame = encode(Message(Kind.BATCH, {"a": [1, "b"]}, {"x": np.arange(3), "y": np.array(True)}))
     for _ in range(data.draw(st.integers(1, 6))):
-        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+        frame[data.draw(st.integers(HEADER_BYTES, len(frame) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(MalformedMessage):
-        decode(header, payload)
+        decode(frame)
 
 
 def test_a_receive_buffer_is_used_again_only_when_no_view_is_left():
