@@ -249,6 +249,8 @@ class Trainer:
     """passes over a batch"""
     micro_batch_tokens: int = 4096
     """tokens per forward pass at most (one longer sequence goes alone)"""
+    share_prefix: bool = False
+    """compute once what the rollouts of a group begin with alike: for prompts longer than the replies"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass"""
     cpu_offload: bool = False

@@ -72,6 +72,7 @@ def make_trainer(
         warmup_steps=t.warmup_steps,
         grad_clip=t.grad_clip,
         micro_batch_tokens=t.micro_batch_tokens,
+        share_prefix=t.share_prefix,
         temperature=config.rollout.temperature,
         num_minibatches=t.num_minibatches,
         num_epochs=t.num_epochs,

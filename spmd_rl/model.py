@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,13 +47,49 @@ class Attend(Protocol):
         ...
 
 
-class Segments:
-    """Causal attention within each of the sequences packed at cu_seqlens; on CPU a loop of SDPA calls."""
+class Span(NamedTuple):
+    """Tokens start … end of a packed forward; they go on from tokens first … last (from nothing where first = last).
 
-    def __init__(self, cu_seqlens: Sequence[int]) -> None:
-        self.cu_seqlens = [int(c) for c in cu_seqlens]  # [n + 1], from 0 to T
-        self.max_len = max(b - a for a, b in pairwise(self.cu_seqlens))
-        self._on_device: Tensor | None = None
+    Example: 5 tokens of a prompt and 2 and 3 of two replies to it are (0, 5, 0, 0), (5, 7, 0, 5) and (7, 10, 0, 5).
+    """
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+    @property
+    def position(self) -> int:
+        """Of its first token in the sequence."""
+        return self.last - self.first
+
+    def keys(self, x: Tensor, end: int | None = None) -> Tensor:  # [1, H, T, D] to [1, H, K, D]
+        """What its last token, or the one before `end`, sees of x."""
+        own = x[:, :, self.start : self.end if end is None else end]
+        return torch.cat([x[:, :, self.first : self.last], own], 2) if self.position else own
+
+
+def spans(cu_seqlens: Sequence[int], parents: Sequence[int] = ()) -> list[Span]:
+    """Of packed segments, of which segment j goes on from segment parents[j] (itself: from nothing; (): all do)."""
+    bounds = list(pairwise(map(int, cu_seqlens)))
+    packed = []
+    for j, ((a, b), parent) in enumerate(zip(bounds, parents or range(len(bounds)), strict=True)):
+        first, last = bounds[parent] if parent != j else (a, a)
+        packed.append(Span(a, b, first, last))
+    return [span for span in packed if span.end > span.start]
+
+
+def positions(packed: Sequence[Span], device: torch.device) -> Tensor:  # [T] int64
+    """Of each token in its sequence."""
+    return torch.cat([torch.arange(s.position, s.position + s.end - s.start, device=device) for s in packed])
+
+
+class Segments:
+    """Causal attention within packed sequences, whose starts may be shared; on CPU a loop of SDPA calls."""
+
+    def __init__(self, cu_seqlens: Sequence[int], parents: Sequence[int] = ()) -> None:
+        self.spans = spans(cu_seqlens, parents)
+        self._on_device: tuple[Tensor, ...] = ()
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -62,27 +98,36 @@ class Segments:
             return self._flash(q, k, v, scale, window, softcap)
         outs = [
             causal_attention(
-                q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], scale=scale, window=window, softcap=softcap
+                q[:, :, s.start : s.end], s.keys(k), s.keys(v), scale=scale, window=window, softcap=softcap
             ).transpose(1, 2)
-            for a, b in pairwise(self.cu_seqlens)
-            if b > a
+            for s in self.spans
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _flash(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
+        """Keys of a shared start are repeated for each that goes on from it; queries are the last of their keys."""
         from flash_attn import flash_attn_varlen_func
 
-        if self._on_device is None:
-            self._on_device = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=q.device)
-        cu, longest = self._on_device, self.max_len
+        queries = [s.end - s.start for s in self.spans]
+        keys = [n + s.position for n, s in zip(queries, self.spans, strict=True)]
+        if not self._on_device:
+            where = [torch.cat([torch.arange(s.first, s.last), torch.arange(s.start, s.end)]) for s in self.spans]
+            sums = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (queries, keys)]
+            self._on_device = tuple(x.to(q.device) for x in (torch.cat(where), *sums))
+        where, cu_queries, cu_keys = self._on_device
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        if keys != queries:
+            k, v = k.index_select(0, where), v.index_select(0, where)
         out = flash_attn_varlen_func(
-            *(x[0].transpose(0, 1) for x in (q, k, v)),
-            cu,
-            cu,
-            longest,
-            longest,
+            q,
+            k,
+            v,
+            cu_queries,
+            cu_keys,
+            max(queries),
+            max(keys),
             softmax_scale=scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
@@ -243,11 +288,11 @@ def hidden_states(
     model: nn.Module,
     token_ids: Tensor,  # [T] ints
     cu_seqlens: Sequence[int],  # [n + 1] Python ints, from 0 to T
+    parents: Sequence[int] = (),  # [n], see `spans`
 ) -> Tensor:  # [T, d], after the last norm
     """Body of the model over packed sequences; positions restart in each."""
-    lengths = [b - a for a, b in pairwise(cu_seqlens)]
-    positions = torch.cat([torch.arange(n, device=token_ids.device) for n in lengths])
-    return run_body(model, token_ids, positions, Segments(cu_seqlens))
+    attend = Segments(cu_seqlens, parents)
+    return run_body(model, token_ids, positions(attend.spans, token_ids.device), attend)
 
 
 def run_body(

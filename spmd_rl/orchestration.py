@@ -70,7 +70,9 @@ async def run_orchestrator(
 
     def ship(index: int, packed: Packed, save: bool) -> None:
         """Every trainer its share of the batch, of about equal cost."""
-        shares = packing.shares(packed, world.topology.num_shares, width=width)
+        shares = packing.shares(
+            packed, world.topology.num_shares, width=width, share_prefix=config.trainer.share_prefix
+        )
         for rank in world.trainer_ranks:
             share = shares[world.topology.share_of(rank)]
             words = {"index": index, "save": save, "words": share.words}

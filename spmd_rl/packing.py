@@ -163,14 +163,65 @@ def by_segment(packed: Packed) -> Packed:
     return dataclasses.replace(packed, cu_seqlens=cu_seqlens, words=words, **per_rollout)
 
 
-def shares(packed: Packed, num: int, *, width: int) -> list[Packed]:
+def shares(packed: Packed, num: int, *, width: int, share_prefix: bool = False) -> list[Packed]:
     """Rollouts in `num` parts of about equal cost to train; `width` is the model's.
 
-    A token costs a constant and attention to those before it: as much again at 12 · width tokens.
+    A token costs a constant and attention to those before it: as much again at 12 · width tokens.  With share_prefix
+    what the members of a group have in common is paid once in each part.
     """
-    lengths = np.diff(packed.cu_seqlens)
-    costs = lengths * (1 + lengths / (12 * width))
-    return [select(packed, part) for part in split_evenly(costs.tolist(), num)]
+
+    def cost(length: int) -> float:
+        return length * (1 + length / (12 * width))
+
+    costs = [cost(n) for n in np.diff(packed.cu_seqlens).tolist()]
+    if not share_prefix:
+        return [select(packed, part) for part in split_evenly(costs, num)]
+    groups = by_group(packed.group_id)
+    tokens = [packed.token_ids[a:b] for a, b in itertools.pairwise(packed.cu_seqlens)]
+    firsts = [cost(common_prefix([tokens[i] for i in members])) for members in groups]
+    return [select(packed, part) for part in _split_groups(groups, firsts, costs, num)]
+
+
+def _split_groups(
+    groups: list[list[int]],  # indices of members
+    firsts: list[float],  # what the members of each have in common costs
+    costs: list[float],  # of each member alone
+    num: int,
+) -> list[list[int]]:
+    """Groups whole, or all or those left over cut into 2, 4, 8 … pieces: whatever makes the heaviest part lightest.
+
+    Example: three equal groups to two parts are a group and a half each.
+    """
+    order = sorted(range(len(groups)), key=lambda g: -sum(costs[i] for i in groups[g]))
+    sizes = [2**k for k in range(max(map(len, groups), default=1).bit_length())]
+    best, lightest = [[] for _ in range(num)], float("inf")
+    for num_pieces, num_whole in itertools.product(sizes, (0, len(groups) // num * num)):
+        pieces, heavy = [], []
+        for place, g in enumerate(order):
+            own = [costs[i] - firsts[g] for i in groups[g]]
+            for piece in filter(None, split_evenly(own, 1 if place < num_whole else num_pieces)):
+                pieces.append([groups[g][j] for j in piece])
+                heavy.append(firsts[g] + sum(own[j] for j in piece))
+        parts = split_evenly(heavy, num)
+        heaviest = max(sum(heavy[p] for p in part) for part in parts)
+        if heaviest < lightest:
+            best, lightest = [sorted(i for p in part for i in pieces[p]) for part in parts], heaviest
+    return best
+
+
+def by_group(group_id: np.ndarray) -> list[list[int]]:
+    """Indices of equal group ids together, in order of their first."""
+    groups: dict[int, list[int]] = {}
+    for i, group in enumerate(group_id.tolist()):
+        groups.setdefault(group, []).append(i)
+    return list(groups.values())
+
+
+def common_prefix(sequences: Sequence[np.ndarray]) -> int:
+    """How many tokens all begin with.  Example: 1 2 3, 1 2 and 1 2 5 begin with 2 alike."""
+    shortest = min(map(len, sequences))
+    same = np.logical_and.reduce([one[:shortest] == sequences[0][:shortest] for one in sequences])
+    return shortest if same.all() else int(np.argmin(same))
 
 
 def select(packed: Packed, indices: Sequence[int]) -> Packed:

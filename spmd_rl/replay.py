@@ -42,10 +42,12 @@ def replay(folder: Path, step: int) -> int:
         checkpoint.load_trainer(state, restored / "trainer", None)
         trainer.load_state_dict(state)
     print(f"version {version} from {restored or config.model.path}", flush=True)
-    num, width = config.split.num_shares, hidden_size(config.model.path)
+    num, width, share_prefix = config.split.num_shares, hidden_size(config.model.path), config.trainer.share_prefix
     for index in range(version, step + 1):
         started = time.monotonic()
-        metrics = train_again(trainer, packing.shares(batch_log.read(run_dir.batches, index), num, width=width), index)
+        logs = batch_log.read(run_dir.batches, index)
+        shares = packing.shares(logs, num, width=width, share_prefix=share_prefix)
+        metrics = train_again(trainer, shares, index)
         print(f"batch {index}  {compared(metrics, logged(run_dir, index + 1))}  {time.monotonic() - started:.1f} s")
     return 0
 

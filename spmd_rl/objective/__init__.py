@@ -46,7 +46,7 @@ KL_PLACES = ("loss", "reward")
 class Sums:
     """What an objective returns: `total` with gradient, the rest detached."""
 
-    total: Tensor  # [] sum over the tokens
+    total: Tensor  # [] float64, sum over the tokens
     denominator: Tensor  # [] float64, what these tokens add to it
     sums: dict[str, Tensor]  # [] each; divided by the number of tokens they are means
     maxima: dict[str, Tensor]  # [] each
@@ -98,7 +98,7 @@ class Objective:
             losses = losses - self.entropy_coefficient * entropy
         if beside is not None:
             losses = losses + beside
-        total = (scale.to(losses.dtype) * _where(kept, losses)).sum()
+        total = (scale.to(losses.dtype) * _where(kept, losses)).sum(dtype=torch.float64)
         bounded = (ratio > self.correction.high) | (ratio < self.correction.low)
         return Sums(
             total=total,

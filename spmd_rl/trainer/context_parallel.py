@@ -1,9 +1,9 @@
 """Context parallelism: the tokens of one micro-batch split over a group of ranks that hold the same rollouts.
 
-Each rank runs the body over its stretch of the packed tokens; keys and values of all stretches are gathered in every
-layer, so a sequence may be longer than one rank's memory for activations.  Log-probs are put together again, so that
-the loss sees the whole micro-batch on every rank.  Stretches are equal in tokens: with one long causal sequence the
-last rank has the most attention to compute.
+Each rank runs the body over its part of the packed tokens; keys and values of all parts are gathered in every layer, so
+a sequence may be longer than one rank's memory for activations.  Log-probs are put together again, so that the loss
+sees the whole micro-batch on every rank.  With n ranks every segment is cut into 2 n chunks, and a rank takes one from
+the front and the one as far from the end (zigzag), so that all have the same number of keys to attend to.
 
 Gradients: what a rank computes is its part, and the parts add up over the group.  Knows nothing of losses or FSDP.
 """
@@ -13,68 +13,75 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from spmd_rl.model import causal_attention, run_body
+from spmd_rl.model import Span, causal_attention, positions, run_body
+
+Piece = tuple[Span, int, int]  # tokens a … b of a span
 
 
-class Stretch:
-    """This rank's tokens: first … first + num of the T packed ones, then padding up to an equal size."""
+def deal(packed: Sequence[Span], num: int) -> list[list[Piece]]:
+    """The pieces of each of `num` ranks: of a span chunks r and 2 · num - 1 - r, r counted from another rank each time.
 
-    def __init__(self, num_tokens: int, group: ProcessGroup) -> None:
-        self.group, self.num_tokens = group, num_tokens
-        self.size = -(-num_tokens // group.size())
-        self.first = min(dist.get_rank(group) * self.size, num_tokens)
-        self.num = min(self.size, num_tokens - self.first)
-
-    def mine(self, tokens: Tensor) -> Tensor:  # [T] to [size]
-        padded = tokens.new_zeros(self.size)
-        padded[: self.num] = tokens[self.first : self.first + self.num]
-        return padded
-
-    def rows(self, rows: Tensor) -> Tensor:
-        """Which of the [N] rows, indices of tokens, are here."""
-        return torch.nonzero((rows >= self.first) & (rows < self.first + self.num))[:, 0]
+    Example: 8 tokens on two ranks are 0 1 6 7 and 2 3 4 5.
+    """
+    dealt: list[list[Piece]] = [[] for _ in range(num)]
+    for i, span in enumerate(packed):
+        cuts = [span.start + (span.end - span.start) * j // (2 * num) for j in range(2 * num + 1)]
+        for j, (a, b) in enumerate(pairwise(cuts)):
+            if b > a:
+                dealt[(min(j, 2 * num - 1 - j) + i) % num].append((span, a, b))
+    return dealt
 
 
-class SplitSegments:
-    """Causal attention of one stretch to the sequences packed at cu_seqlens, wherever their keys are."""
+class Part:
+    """This rank's tokens of T packed ones, filled up to the number of the rank with the most."""
 
-    def __init__(self, cu_seqlens: Sequence[int], stretch: Stretch) -> None:
-        self.stretch = stretch
-        first, end = stretch.first, stretch.first + stretch.num
-        self.parts = [(a, max(a, first), min(b, end)) for a, b in pairwise(cu_seqlens) if max(a, first) < min(b, end)]
+    def __init__(self, packed: Sequence[Span], group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.spans = group, packed
+        dealt = deal(packed, group.size())
+        tokens = [np.concatenate([np.arange(a, b) for _, a, b in pieces] or [np.empty(0, int)]) for pieces in dealt]
+        self.size = max(map(len, tokens))
+        order = np.empty(sum(map(len, tokens)), np.int64)  # [T] where each is when the parts lie one after the other
+        for rank, some in enumerate(tokens):
+            order[some] = rank * self.size + np.arange(len(some))
+        mine = dist.get_rank(group)
+        self.pieces, self.num = dealt[mine], len(tokens[mine])
+        self.order = torch.from_numpy(order).to(device)
+        self.mine = torch.from_numpy(np.pad(tokens[mine], (0, self.size - self.num))).to(device)  # [size]
+        self._first = mine * self.size
+
+    def rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the [N] rows, indices of packed tokens, are here, and where."""
+        at = self.order[rows] - self._first
+        places = torch.nonzero((at >= 0) & (at < self.size))[:, 0]
+        return places, at[places]
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        keys, values = (_Gathered.apply(x.contiguous(), self.stretch.group) for x in (k, v))
-        first = self.stretch.first
-        outs = [
-            causal_attention(
-                q[:, :, a - first : b - first],
-                keys[:, :, start:b],
-                values[:, :, start:b],
-                scale=scale,
-                window=window,
-                softcap=softcap,
-            ).transpose(1, 2)
-            for start, a, b in self.parts
-        ]
-        padding = q.new_zeros(1, self.stretch.size - self.stretch.num, q.shape[1], v.shape[3])
+        """Causal attention of these tokens to their sequences, wherever the keys are."""
+        keys, values = (_Gathered.apply(x.contiguous(), self.group).index_select(2, self.order) for x in (k, v))
+        outs, at = [], 0
+        for span, a, b in self.pieces:
+            mine = q[:, :, at : at + b - a]
+            out = causal_attention(
+                mine, span.keys(keys, b), span.keys(values, b), scale=scale, window=window, softcap=softcap
+            )
+            outs.append(out.transpose(1, 2))
+            at += b - a
+        padding = q.new_zeros(1, self.size - self.num, q.shape[1], v.shape[3])
         return torch.cat([*outs, padding + 0 * (keys.sum() + values.sum())], 1)
 
 
-def split_hidden_states(
-    model: nn.Module, token_ids: Tensor, cu_seqlens: Sequence[int], stretch: Stretch
-) -> Tensor:  # [size, d]
-    """Body of the model over this rank's stretch."""
-    lengths = [b - a for a, b in pairwise(cu_seqlens)]
-    positions = torch.cat([torch.arange(n, device=token_ids.device) for n in lengths])
-    return run_body(model, stretch.mine(token_ids), stretch.mine(positions), SplitSegments(cu_seqlens, stretch))
+def split_hidden_states(model: nn.Module, token_ids: Tensor, part: Part) -> Tensor:  # [size, d]
+    """Body of the model over this rank's tokens."""
+    places = positions(part.spans, token_ids.device)
+    return run_body(model, token_ids[part.mine], places[part.mine], part)
 
 
 def together(values: Tensor, places: Tensor, num: int, group: ProcessGroup) -> Tensor:
@@ -83,7 +90,7 @@ def together(values: Tensor, places: Tensor, num: int, group: ProcessGroup) -> T
 
 
 class _Gathered(torch.autograd.Function):
-    """Stretches of keys or values [1, H, size, D] of all ranks, in order; gradients come back to where they belong."""
+    """Parts of keys or values [1, H, size, D] of all ranks, in order; gradients come back to where they belong."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, mine: Tensor, group: ProcessGroup) -> Tensor:

@@ -43,13 +43,13 @@ class Credited:
 
 
 def every_token(micro: MicroBatch) -> np.ndarray:  # [N] bool
-    return np.ones(len(micro.rows), np.bool_)
+    return np.ones(len(micro.positions), np.bool_)
 
 
 def first_of_turn(micro: MicroBatch) -> np.ndarray:  # [N] bool
     """A turn begins where the token before it is not under the loss mask, or of another sequence."""
-    first = np.ones(len(micro.rows), np.bool_)
-    first[1:] = (np.diff(micro.rows) != 1) | (np.diff(micro.sequence) != 0)
+    first = np.ones(len(micro.positions), np.bool_)
+    first[1:] = (np.diff(micro.positions) != 1) | (np.diff(micro.sequence) != 0)
     return first
 
 

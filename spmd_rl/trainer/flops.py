@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import cache, cached_property
-from itertools import pairwise
 
 import torch
 from torch import nn
 
+from spmd_rl.model import spans
 from spmd_rl.trainer.microbatch import MicroBatch
 
 
@@ -36,9 +36,9 @@ class Flops:
         return sum(self._of(m) for m in micro_batches if not m.is_stand_in)
 
     def _of(self, micro: MicroBatch) -> float:
-        lengths = [b - a for a, b in pairwise(micro.cu_seqlens)]
-        pairs = sum(n * (n + 1) / 2 for n in lengths)
-        return 3.0 * (self.per_input * sum(lengths) + self.per_row * len(micro.rows) + self.per_pair * pairs)
+        lengths = [(s.end - s.start, s.position) for s in spans(micro.cu_seqlens, micro.parents)]
+        pairs = sum(n * (n + 1) / 2 + n * before for n, before in lengths)
+        return 3.0 * (self.per_input * len(micro.token_ids) + self.per_row * len(micro.rows) + self.per_pair * pairs)
 
     @cached_property
     def peak(self) -> float:

@@ -20,6 +20,7 @@ models.  The names:
 | `tokens` | loss tokens of the batch, summed over epochs |
 | `computed_tokens` | those whose log-prob was computed (a sequence with advantage 0 is skipped) |
 | `input_tokens` | tokens that went through the body |
+| `shared_tokens` | those that did not because another sequence began with them (share_prefix) |
 | `num_microbatches` | forwards with backward, of the rank with the most |
 """
 
@@ -43,7 +44,7 @@ MEANS = (
     "kl_reference",
 )
 CRITIC_MEANS = ("value_loss", "value_mean")
-COUNTS = ("computed_tokens", "input_tokens", "mismatch_tokens")
+COUNTS = ("computed_tokens", "input_tokens", "shared_tokens", "mismatch_tokens")
 MAXIMA = ("ratio_max", "importance_max")
 PERCENTILES = (1, 50, 99)
 _SUMS = (*MEANS, *CRITIC_MEANS, *COUNTS, "loss", "mismatch_kl")
@@ -66,6 +67,7 @@ class Totals:
         entropy: Tensor,
         on_version: Tensor,
         num_inputs: int,
+        num_shared: int,
         values: Tensor | None = None,
         value_losses: Tensor | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class Totals:
             "mismatch_tokens": on_version.sum(),
             "computed_tokens": len(kl),
             "input_tokens": num_inputs,
+            "shared_tokens": num_shared,
             "value_loss": 0.0 if value_losses is None else value_losses.detach().sum(dtype=torch.float64),
             "value_mean": 0.0 if values is None else values.detach().sum(dtype=torch.float64),
         }

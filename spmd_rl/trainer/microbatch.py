@@ -4,6 +4,7 @@ Given the packed arrays of this rank's rollouts.  Promises: nothing is padded; a
 no loss token depends on is not computed (the last loss token and what follows it); everything per loss token is
 selected here, by index, so that values off the mask cannot reach the loss.  Rollouts that are not usable are not there
 at all; those whose advantage is 0 are counted in the denominator, and skipped where that changes nothing else.
+With `share_prefix` what the members of a group begin with alike is there once, and each goes on from it.
 Deterministic.  Knows nothing of ranks, models or losses.
 """
 
@@ -15,6 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from spmd_rl.packing import by_group, common_prefix
+
 
 class Share(Protocol):
     """What is read of a `Packed`: n rollouts of T tokens."""
@@ -25,6 +28,7 @@ class Share(Protocol):
     behavior_logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] ints
     ticket: np.ndarray  # [n] ints
+    group_id: np.ndarray  # [n] ints
     advantage: np.ndarray  # [n] float32
     usable: np.ndarray  # [n] bool
 
@@ -34,16 +38,18 @@ Aggregation = Callable[[int], tuple[float, float]]  # loss tokens of a sequence 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class MicroBatch:
-    """n sequences of T input tokens, N of whose log-probs enter the loss."""
+    """n sequences of T input tokens in m segments, N of whose log-probs enter the loss."""
 
     token_ids: np.ndarray  # [T] int64
-    cu_seqlens: list[int]  # [n + 1]
+    cu_seqlens: list[int]  # [m + 1]
+    parents: list[int]  # [m], the segment that each goes on from, itself where it is a start
     rows: np.ndarray  # [N] int64, index of the input token whose hidden state predicts the loss token
     targets: np.ndarray  # [N] int64, the loss tokens
     behavior: np.ndarray  # [N] float32
     advantages: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int64
     sequence: np.ndarray  # [N] int64, index of the sequence
+    positions: np.ndarray  # [N] int64, of the loss token in it
     scale: np.ndarray  # [N] float64, factor of the token's loss
     share: np.ndarray  # [N] float64, its part of the denominator
     tickets: tuple[int, ...]  # [n], of the rollouts; empty for the stand-in
@@ -51,6 +57,12 @@ class MicroBatch:
     @property
     def is_stand_in(self) -> bool:
         return not self.tickets
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens that would be computed again if no two sequences shared any."""
+        last = np.r_[np.diff(self.sequence) != 0, True]
+        return int(self.positions[last].sum()) - len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -65,12 +77,14 @@ class Minibatch:
 STAND_IN = MicroBatch(
     token_ids=np.zeros(1, np.int64),
     cu_seqlens=[0, 1],
+    parents=[0],
     rows=np.zeros(1, np.int64),
     targets=np.zeros(1, np.int64),
     behavior=np.zeros(1, np.float32),
     advantages=np.zeros(1, np.float32),
     versions=np.full(1, -1, np.int64),
     sequence=np.zeros(1, np.int64),
+    positions=np.ones(1, np.int64),
     scale=np.zeros(1),
     share=np.zeros(1),
     tickets=(),
@@ -79,7 +93,13 @@ STAND_IN = MicroBatch(
 
 
 def cut(
-    share: Share, *, num_minibatches: int, micro_batch_tokens: int, aggregation: Aggregation, skip_zero: bool
+    share: Share,
+    *,
+    num_minibatches: int,
+    micro_batch_tokens: int,
+    aggregation: Aggregation,
+    skip_zero: bool,
+    share_prefix: bool = False,
 ) -> list[Minibatch]:
     """`num_minibatches` parts of near equal numbers of rollouts, in the order of the share, each in micro-batches.
 
@@ -93,7 +113,7 @@ def cut(
                 f"ticket {share.ticket[i]}: the first token is under the loss mask, but nothing predicts it"
             )
     parts = np.array_split(np.arange(len(share.ticket)), num_minibatches)
-    return [_minibatch(share, part, micro_batch_tokens, aggregation, skip_zero) for part in parts]
+    return [_minibatch(share, part, micro_batch_tokens, aggregation, skip_zero, share_prefix) for part in parts]
 
 
 def merged(minibatches: Sequence[Minibatch]) -> Minibatch:
@@ -105,48 +125,92 @@ def merged(minibatches: Sequence[Minibatch]) -> Minibatch:
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class _Sequence:
+    index: int  # of the rollout in the share
+    tokens: np.ndarray  # [length], the inputs: up to the last loss token
+    loss: np.ndarray  # positions of its loss tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class _Unit:
+    """Sequences that begin alike for `shared` tokens; one alone shares nothing."""
+
+    sequences: list[_Sequence]
+    shared: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shared + sum(len(s.tokens) - self.shared for s in self.sequences)
+
+
 def _minibatch(
-    share: Share, part: np.ndarray, micro_batch_tokens: int, aggregation: Aggregation, skip_zero: bool
+    share: Share,
+    part: np.ndarray,
+    micro_batch_tokens: int,
+    aggregation: Aggregation,
+    skip_zero: bool,
+    share_prefix: bool,
 ) -> Minibatch:
-    positions, kept, lengths, num_loss_tokens, skipped_share = [], [], [], 0, 0.0
+    kept, num_loss_tokens, skipped_share = [], 0, 0.0
     for i in part:
         a, b = share.cu_seqlens[i], share.cu_seqlens[i + 1]
-        trained = np.flatnonzero(share.loss_mask[a:b])
-        if not len(trained) or not share.usable[i]:
+        loss = np.flatnonzero(share.loss_mask[a:b])
+        if not len(loss) or not share.usable[i]:
             continue
-        num_loss_tokens += len(trained)
+        num_loss_tokens += len(loss)
         if skip_zero and share.advantage[i] == 0:  # a NaN advantage is not skipped, it is found by the step
-            skipped_share += len(trained) * aggregation(len(trained))[1]
+            skipped_share += len(loss) * aggregation(len(loss))[1]
         else:
-            kept.append(int(i))
-            positions.append(trained)
-            lengths.append(int(trained[-1]))  # inputs end before the last loss token
-    bins = pack_bins(lengths, micro_batch_tokens)
-    micro_batches = [_micro_batch(share, [kept[j] for j in b], [positions[j] for j in b], aggregation) for b in bins]
+            kept.append(_Sequence(index=int(i), tokens=share.token_ids[a : a + loss[-1]], loss=loss))
+    units = [_Unit(sequences=[s], shared=0) for s in kept]
+    if share_prefix:
+        units = _units(kept, share.group_id, micro_batch_tokens)
+    bins = pack_bins([unit.num_tokens for unit in units], micro_batch_tokens)
+    micro_batches = [_micro_batch(share, [units[j] for j in b], aggregation) for b in bins]
     return Minibatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, skipped_share=skipped_share)
 
 
-def _micro_batch(
-    share: Share, rollouts: list[int], positions: list[np.ndarray], aggregation: Aggregation
-) -> MicroBatch:
-    """Rollouts by index, with the positions of their loss tokens."""
-    starts = [int(share.cu_seqlens[i]) for i in rollouts]
-    lengths = [int(p[-1]) for p in positions]
-    cu_seqlens = [0, *np.cumsum(lengths).tolist()]
-    counts = [len(p) for p in positions]
-    source = np.concatenate([p + start for p, start in zip(positions, starts, strict=True)])  # of loss tokens, in share
-    rows = [p - 1 + offset for p, offset in zip(positions, cu_seqlens[:-1], strict=True)]
-    inputs = [share.token_ids[s : s + n] for s, n in zip(starts, lengths, strict=True)]
+def _units(sequences: list[_Sequence], group_id: np.ndarray, budget: int) -> list[_Unit]:
+    """The members of each group together, as many as the budget has room for."""
+    units = []
+    for group in by_group(group_id[[s.index for s in sequences]]):
+        members = [sequences[j] for j in group]
+        shared = common_prefix([s.tokens for s in members])
+        for b in pack_bins([len(s.tokens) - shared for s in members], budget - shared):
+            units.append(_Unit(sequences=[members[j] for j in b], shared=shared if len(b) > 1 else 0))
+    return units
+
+
+def _micro_batch(share: Share, units: list[_Unit], aggregation: Aggregation) -> MicroBatch:
+    inputs, parents, rows, start = [], [], [], 0
+    for unit in units:
+        first, prefix = start, len(inputs)
+        if unit.shared:
+            inputs.append(unit.sequences[0].tokens[: unit.shared])
+            parents.append(prefix)
+            start += unit.shared
+        for s in unit.sequences:
+            parents.append(prefix if unit.shared else len(inputs))
+            inputs.append(s.tokens[unit.shared :])
+            before = s.loss - 1  # the token that predicts
+            rows.append(np.where(before < unit.shared, first + before, start + before - unit.shared))
+            start += len(inputs[-1])
+    sequences = [s for unit in units for s in unit.sequences]
+    rollouts, counts = [s.index for s in sequences], [len(s.loss) for s in sequences]
+    source = np.concatenate([s.loss + int(share.cu_seqlens[s.index]) for s in sequences])  # of loss tokens, in share
     scales, shares = np.array([aggregation(n) for n in counts]).T
     return MicroBatch(
         token_ids=np.concatenate(inputs).astype(np.int64),
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=[0, *np.cumsum([len(tokens) for tokens in inputs]).tolist()],
+        parents=parents,
         rows=np.concatenate(rows).astype(np.int64),
         targets=share.token_ids[source].astype(np.int64),
         behavior=share.behavior_logprobs[source].astype(np.float32),
         advantages=np.repeat(share.advantage[rollouts], counts).astype(np.float32),
         versions=share.versions[source].astype(np.int64),
         sequence=np.repeat(np.arange(len(rollouts)), counts),
+        positions=np.concatenate([s.loss for s in sequences]),
         scale=np.repeat(scales, counts),
         share=np.repeat(shares, counts),
         tickets=tuple(int(share.ticket[i]) for i in rollouts),

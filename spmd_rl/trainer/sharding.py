@@ -7,6 +7,7 @@ they have in the model.  Knows nothing of batches, losses or optimizers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.model import head_weight, hidden_states, token_logprobs
-from spmd_rl.trainer.context_parallel import Stretch, split_hidden_states, together
+from spmd_rl.model import head_weight, hidden_states, spans, token_logprobs
+from spmd_rl.trainer.context_parallel import Part, split_hidden_states, together
 
 
 class LogProbs(nn.Module):
@@ -41,11 +42,12 @@ class LogProbs(nn.Module):
         rows: Tensor,  # [N] int64, whose next token is the target
         targets: Tensor,  # [N] int64
         temperature: float,
+        parents: Sequence[int] = (),  # [n], see model.spans
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [N] log-probs, [N] entropies, [N] values, float32
-        hidden, places = _rows(self.model, token_ids, cu_seqlens, rows, self.context)
+        hidden, places = _rows(self.model, token_ids, cu_seqlens, parents, rows, self.context)
         mine = targets if places is None else targets[places]
         logprobs, entropy = token_logprobs(hidden, head_weight(self.model), mine, temperature)
-        values = None if self.value_head is None else self.value_head(hidden)[:, 0].float()
+        values = None if self.value_head is None else _values(self.value_head, hidden)
         if places is not None:
             logprobs, entropy = (together(x, places, len(rows), self.context) for x in (logprobs, entropy))
             values = None if values is None else together(values, places, len(rows), self.context)
@@ -66,22 +68,32 @@ class Values(nn.Module):
     def model(self) -> nn.Module:
         return self._model[0]
 
-    def forward(self, token_ids: Tensor, cu_seqlens: list[int], rows: Tensor) -> Tensor:  # [N] float32
-        hidden, places = _rows(self.model, token_ids, cu_seqlens, rows, self.context)
-        values = self.value_head(hidden)[:, 0].float()
+    def forward(
+        self, token_ids: Tensor, cu_seqlens: list[int], rows: Tensor, parents: Sequence[int] = ()
+    ) -> Tensor:  # [N] float32
+        hidden, places = _rows(self.model, token_ids, cu_seqlens, parents, rows, self.context)
+        values = _values(self.value_head, hidden)
         return values if places is None else together(values, places, len(rows), self.context)
 
 
 def _rows(
-    model: nn.Module, token_ids: Tensor, cu_seqlens: list[int], rows: Tensor, context: ProcessGroup | None
+    model: nn.Module,
+    token_ids: Tensor,
+    cu_seqlens: list[int],
+    parents: Sequence[int],
+    rows: Tensor,
+    context: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Hidden states of the rows that this rank computes, and which of them those are (None: all)."""
     if context is None:
-        return hidden_states(model, token_ids, cu_seqlens).index_select(0, rows), None
-    stretch = Stretch(len(token_ids), context)
-    places = stretch.rows(rows)
-    hidden = split_hidden_states(model, token_ids, cu_seqlens, stretch)
-    return hidden.index_select(0, rows[places] - stretch.first), places
+        return hidden_states(model, token_ids, cu_seqlens, parents).index_select(0, rows), None
+    part = Part(spans(cu_seqlens, parents), context, token_ids.device)
+    places, at = part.rows(rows)
+    return split_hidden_states(model, token_ids, part).index_select(0, at), places
+
+
+def _values(head: nn.Linear, hidden: Tensor) -> Tensor:  # [N, d] to [N] float32
+    return head(hidden).sum(1, dtype=torch.float32)  # over one column: FSDP warns of outputs that are views
 
 
 def value_head(model: nn.Module) -> nn.Linear:

@@ -80,6 +80,7 @@ class Trainer:
         warmup_steps: int = 0,
         grad_clip: float = 1.0,
         micro_batch_tokens: int = 4096,
+        share_prefix: bool = False,  # what the members of a group begin with alike is computed once
         temperature: float = 1.0,  # of sampling
         num_minibatches: int = 1,
         num_epochs: int = 1,
@@ -92,6 +93,7 @@ class Trainer:
         self.objective, self.aggregation, self.credit = objective, aggregation, credit
         self.warmup_steps, self.grad_clip = warmup_steps, grad_clip
         self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
+        self.share_prefix = share_prefix
         self.num_minibatches, self.num_epochs = num_minibatches, num_epochs
         self.interpolate_proximal = interpolate_proximal
         self.num_steps = 0  # optimizer steps so far
@@ -130,6 +132,7 @@ class Trainer:
             micro_batch_tokens=self.micro_batch_tokens,
             aggregation=self.aggregation,
             skip_zero=not (self.has_critic or self.objective.needs_every_sequence),
+            share_prefix=self.share_prefix,
         )
 
     def train(self, minibatches: Sequence[Minibatch], n: int) -> dict[str, float]:
@@ -266,12 +269,13 @@ class Trainer:
         if micro.is_stand_in:
             total = (current.sum() + entropy.sum() + (0.0 if values is None else values.sum())) * 0.0
             total.backward()
-            return total.detach(), total.detach().double()
+            return (nothing := total.detach().double()), nothing
         result, rows, of_values = self._objective(micro, start, current, entropy, values, n, progress)
         result.total.backward()
         if totals is not None:
             on_version = self._tensor(micro.versions) == n
-            totals.add(result, rows, entropy, on_version, len(micro.token_ids), values, of_values)
+            sizes = len(micro.token_ids), micro.num_shared
+            totals.add(result, rows, entropy, on_version, *sizes, values, of_values)
         return result.total.detach(), result.denominator
 
     def _objective(
@@ -310,10 +314,11 @@ class Trainer:
 
     def _forward(self, micro: MicroBatch, policy: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         ids, rows, targets = (self._tensor(a) for a in (micro.token_ids, micro.rows, micro.targets))
-        return (policy or self.models.policy)(ids, micro.cu_seqlens, rows, targets, self.temperature)
+        return (policy or self.models.policy)(ids, micro.cu_seqlens, rows, targets, self.temperature, micro.parents)
 
     def _values(self, micro: MicroBatch) -> Tensor:
-        return self.models.critic(self._tensor(micro.token_ids), micro.cu_seqlens, self._tensor(micro.rows))
+        ids, rows = self._tensor(micro.token_ids), self._tensor(micro.rows)
+        return self.models.critic(ids, micro.cu_seqlens, rows, micro.parents)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -18,7 +18,7 @@ from spmd_rl.objective.losses import LOSSES
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import whole
-from tests.multirank.test_trainer import CPU, PROBE, VARYING, alone, batch, load, make
+from tests.multirank.test_trainer import CPU, PROBE, alone, assert_equal, batch, load, make
 from tests.ranks import run_ranks, run_worlds
 from tests.unit import families
 
@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
         2,
         {"micro_batch_tokens": 64, "shared_critic": True, "credit": Credit()},
     ),
+    "cp, shared prompts": ("mistral", (1, 2, 1), 2, {"share_prefix": True}),
+    "cp of four, shared prompts": ("tiny", (1, 4, 1), 4, {"share_prefix": True}),
     "cp, recomputed": ("tiny", (1, 2, 1), 2, {"activation_checkpointing": True, "reshard_after_forward": True}),
     "tp and shards": ("tiny", (1, 2, 2), 1, {"objective": SEQUENCES}),
     "tp and replicas": ("llama", (2, 1, 2), 1, {}),
@@ -55,7 +57,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
     "tp and cp": ("tiny", (1, 2, 2), 2, {}),
 }
 SAVED = ("tp", "tp, lora", "tp and shards", "tp, biases")
-LAYOUT = ("activation_checkpointing", "reshard_after_forward")
+LAYOUT = ("activation_checkpointing", "reshard_after_forward", "share_prefix")
 
 
 pytestmark = pytest.mark.full
@@ -129,8 +131,8 @@ def test_parallel_equals_alone(folders: dict[str, Path], ran: dict, case: str) -
     tensors, scores, gradients = trainer.models.named_parameters(), trainer.score(PROBE), moments(trainer)
     for metrics, sent, moved, scored in (rank[case] for rank in ran[int(np.prod(CASES[case][1]))]):
         for mine, theirs in zip(metrics, expected, strict=True):
-            for name in theirs.keys() - VARYING:
-                assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
+            assert_equal(mine, theirs)
+            assert (mine["shared_tokens"] > 0) == ("share_prefix" in CASES[case][3])
         assert (list(sent), list(moved)) == (list(tensors), list(gradients))
         for name, gradient in gradients.items():
             np.testing.assert_allclose(moved[name], gradient, rtol=1e-5, atol=1e-7, err_msg=name)

@@ -78,12 +78,17 @@ def on_mesh(folder: Path, num_replicas: int = 1, **settings: object) -> Trainer:
 
 
 def batch(step: int, part: slice = slice(None)) -> Packed:
-    """12 rollouts, 1000 loss tokens: 100 in the first 2, 900 in the other 10; `part` of them."""
+    """12 rollouts, 1000 loss tokens: 100 in the first 2, 900 in the other 10; `part` of them.
+
+    Groups of three that begin with 1, 2, 3, 4 tokens alike.
+    """
     random = np.random.default_rng(step)
     rollouts = []
     for i, length in enumerate([70, 30, *[90] * 10]):
-        one = Rollout(env="e", task_id=str(i), ticket=100 * step + i)
-        one.append(random.integers(3, 60, 1 + i % 3))
+        group = i // 3
+        one = Rollout(env="e", task_id=str(i), ticket=100 * step + i, group_id=group)
+        one.append(np.random.default_rng([step, group]).integers(3, 60, 1 + group))
+        one.append(random.integers(3, 60, i % 3))
         one.append(random.integers(3, 60, length), random.normal(-4, 0.3, length), np.full(length, step - i % 2))
         rollouts.append(one)
     return pack(rollouts[part], random.normal(size=12)[part].astype(np.float32))
@@ -99,7 +104,9 @@ def whole(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 VARYING = {"num_microbatches", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes", "padding_share"}
+VARYING |= {"input_tokens", "shared_tokens"}  # their sum does not
 UNEQUAL = [slice(0, 2), slice(2, 12)]  # 100 tokens and 900
+FOUR = [slice(0, 2), slice(2, 7), slice(7, 12), slice(0, 0)]
 HELD = Objective(loss=LOSSES["decoupled"], kl_coefficient=0.1, entropy_coefficient=0.01)
 REJECTING = Objective(loss=LOSSES["gspo"], correction=Correction(reject="off_policy_negative", reject_above=0.15))
 CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
@@ -115,10 +122,30 @@ CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
     "shared critic": (2, 1, UNEQUAL, {"shared_critic": True, "credit": Credit()}),
     "sequence mean": (2, 1, UNEQUAL, {"aggregation": partial(AGGREGATIONS["sequence_mean"], longest=100)}),
     "rejection": (2, 1, UNEQUAL, {"objective": REJECTING}),
-    "four ranks": (4, 1, [slice(0, 2), slice(2, 7), slice(7, 12), slice(0, 0)], {}),
-    "four ranks, two replicas": (4, 2, [slice(0, 2), slice(2, 7), slice(7, 12), slice(0, 0)], {}),
+    "four ranks": (4, 1, FOUR, {}),
+    "four ranks, two replicas": (4, 2, FOUR, {}),
     "activation checkpointing": (2, 1, UNEQUAL, {"activation_checkpointing": True}),
+    "shared prompts": (2, 1, UNEQUAL, {"share_prefix": True}),
 }
+
+
+LAYOUTS = {  # name: number of ranks, of replicas, what each rank gets
+    "1": (1, 1, [slice(0, 12)]),
+    "2": (2, 1, UNEQUAL),
+    "2 replicas": (2, 2, UNEQUAL),
+    "4": (4, 1, FOUR),
+    "2 replicas of 2": (4, 2, FOUR),
+}
+RESUMED = [
+    ("1", "2"),
+    ("2", "1"),
+    ("4", "2"),
+    ("2", "4"),
+    ("1", "2 replicas"),
+    ("2 replicas of 2", "2"),
+    ("4", "2 replicas of 2"),
+    ("2 replicas", "1"),
+]
 
 
 def many(part: slice) -> Packed:
@@ -131,6 +158,14 @@ def many(part: slice) -> Packed:
         one.append(random.integers(3, 60, 10), random.normal(-4, 0.3, 10), np.zeros(10))
         rollouts.append(one)
     return pack(rollouts[part], random.normal(size=32)[part].astype(np.float32))
+
+
+def assert_equal(found: dict[str, float], expected: dict[str, float]) -> None:
+    """All metrics that do not depend on who computes what."""
+    for name in expected.keys() - VARYING:
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+    inputs = [metrics["input_tokens"] + metrics["shared_tokens"] for metrics in (found, expected)]
+    assert inputs[0] == inputs[1]
 
 
 def step_on_nan(rank: int, folder: Path) -> str:
@@ -173,10 +208,16 @@ def uniform(rank: int, parts: list[list[tuple[int, float]]]) -> Packed:
     return pack(rollouts, np.array([advantage for _, advantage in parts[rank]]))
 
 
-def run_all(rank: int, folder: Path, target: Path) -> dict[str, Any]:
+def run_all(rank: int, folder: Path, target: Path, saved: Path) -> dict[Any, Any]:
     """All that one start of the ranks can show, by name; each test below reads its part."""
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     num_ranks = dist.get_world_size()
+    for name, (ranks, num_replicas, parts) in LAYOUTS.items():
+        if ranks == num_ranks:
+            trainer = on_mesh(folder, num_replicas, warmup_steps=4)
+            trainer.step(batch(0, parts[rank]), 0)
+            dcp.save(trainer.state_dict(), checkpoint_id=saved / name)
+            found["saved", name] = whole(trainer), trainer.step(batch(1, parts[rank]), 1), whole(trainer)
     for case, (ranks, num_replicas, parts, settings) in CASES.items():
         if ranks == num_ranks:
             trainer = on_mesh(folder, num_replicas, **settings)
@@ -204,14 +245,19 @@ def exported(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(folder: Path, exported: Path) -> dict[int, list[dict[str, Any]]]:
+def saved(folder: Path) -> Path:
+    return folder.parent / "saved"
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path, exported: Path, saved: Path) -> dict[int, list[dict[Any, Any]]]:
     """By number of ranks, what each rank found."""
-    return {num: run_ranks(run_all, num, folder, exported, timeout_s=120) for num in (1, 2, 4)}
+    return {num: run_ranks(run_all, num, folder, exported, saved, timeout_s=120) for num in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
-    layout = ("reshard_after_forward", "activation_checkpointing", "cpu_offload")
+    layout = ("reshard_after_forward", "activation_checkpointing", "cpu_offload", "share_prefix")
     settings = {k: v for k, v in CASES[case][3].items() if k not in layout}
     reference = alone(folder, **(settings | {"micro_batch_tokens": 100_000}))
     expected, tensors = [reference.step(batch(n), n) for n in range(2)], whole(reference)
@@ -221,8 +267,8 @@ def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
     for steps, after in found:
         assert steps == found[0][0]
         for mine, theirs in zip(steps, expected, strict=True):
-            for name in theirs.keys() - VARYING:
-                assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
+            assert_equal(mine, theirs)
+            assert (mine["shared_tokens"] > 0) == ("share_prefix" in CASES[case][3])
         for name, tensor in tensors.items():
             atol = 1e-7 if name.endswith("moment") else 1e-5
             np.testing.assert_allclose(after[name], tensor, rtol=1e-5, atol=atol, err_msg=name)
@@ -285,36 +331,38 @@ def test_scores_follow_the_steps_and_the_export_has_the_last_weights(folder: Pat
     assert AutoModelForCausalLM.from_pretrained(exported).config.tie_word_embeddings
 
 
-def save(rank: int, folder: Path, source: Path | None, target: Path, n: int) -> tuple[dict, dict, list]:
-    trainer = on_mesh(folder, warmup_steps=4)
-    if source is not None:
-        state = trainer.state_dict()
-        dcp.load(dict(state), checkpoint_id=source)  # tensors are filled in place
-        trainer.load_state_dict(state)
-    loaded = whole(trainer)
-    parts = UNEQUAL if dist.get_world_size() == 2 else [slice(None)]
-    metrics = trainer.step(batch(n, parts[rank]), n)
-    dcp.save(trainer.state_dict(), checkpoint_id=target)
-    return metrics, loaded, whole(trainer)
+def resume(rank: int, folder: Path, saved: Path) -> dict[tuple[str, str], Any]:
+    """By pair of layouts, what the second loads of the first's checkpoint, and its next step."""
+    found = {}
+    for before, after in RESUMED:
+        num_ranks, num_replicas, parts = LAYOUTS[after]
+        if num_ranks == dist.get_world_size():
+            trainer = on_mesh(folder, num_replicas, warmup_steps=4)
+            state = trainer.state_dict()
+            dcp.load(dict(state), checkpoint_id=saved / before)  # tensors are filled in place
+            trainer.load_state_dict(state)
+            found[before, after] = whole(trainer), trainer.step(batch(1, parts[rank]), 1), whole(trainer)
+    return found
 
 
-def test_checkpoint_goes_on_with_other_numbers_of_trainers(folder: Path, tmp_path: Path) -> None:
-    reference = alone(folder, warmup_steps=4)
-    previous, before = None, whole(reference)
-    for n, num_ranks in enumerate([2, 1, 2]):
-        target = tmp_path / f"step_{n}"
-        found = run_ranks(save, num_ranks, folder, previous, target, n)
-        for _, loaded, _ in found:
-            for name, tensor in before.items():
-                np.testing.assert_array_equal(loaded[name], tensor, err_msg=name)
-        metrics, _, after = found[0]
-        expected = reference.step(batch(n), n)
+@pytest.fixture(scope="module")
+def resumed(folder: Path, saved: Path, ran: dict) -> list[dict[tuple[str, str], Any]]:
+    return [rank for num in (1, 2, 4) for rank in run_ranks(resume, num, folder, saved, timeout_s=120)]
+
+
+@pytest.mark.parametrize("pair", RESUMED, ids=" to ".join)
+def test_checkpoint_goes_on_with_other_numbers_of_trainers(ran: dict, resumed: list, pair: tuple[str, str]) -> None:
+    for (at_save, expected, after), (loaded, metrics, stepped) in (
+        (ran[LAYOUTS[pair[0]][0]][0]["saved", pair[0]], rank[pair]) for rank in resumed if pair in rank
+    ):
+        for name, tensor in at_save.items():  # weights and first moments, bit for bit
+            np.testing.assert_array_equal(loaded[name], tensor, err_msg=name)
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-        assert metrics["learning_rate"] == expected["learning_rate"] == pytest.approx(1e-4 * (n + 1) / 4)
-        previous, before = target, after
-    for name, tensor in whole(reference).items():
-        np.testing.assert_allclose(after[name], tensor, rtol=0, atol=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+        assert metrics["learning_rate"] == expected["learning_rate"] == pytest.approx(1e-4 * 2 / 4)
+        for name, tensor in after.items():
+            atol = 1e-7 if name.endswith("moment") else 1e-5
+            np.testing.assert_allclose(stepped[name], tensor, rtol=1e-5, atol=atol, err_msg=name)
 
 
 def train_in_a_world(world, folder: Path) -> float | None:

@@ -12,9 +12,11 @@ from spmd_rl.trainer.ranks import TrainerRanks
 CPU = torch.device("cpu")
 
 
-def micro(rows: list[int], sequence: list[int], rewards: list[float]) -> SimpleNamespace:
+def micro(positions: list[int], sequence: list[int], rewards: list[float]) -> SimpleNamespace:
     return SimpleNamespace(
-        rows=np.array(rows), sequence=np.array(sequence), advantages=np.array(rewards, np.float32)[np.array(sequence)]
+        positions=np.array(positions),
+        sequence=np.array(sequence),
+        advantages=np.array(rewards, np.float32)[np.array(sequence)],
     )
 
 
@@ -56,7 +58,7 @@ def test_a_turn_is_one_action_valued_at_its_first_token() -> None:
     assert found.valued.tolist() == [True, False, True, False, False]
 
 
-def test_adjacent_rows_of_two_sequences_are_two_turns() -> None:
+def test_adjacent_positions_of_two_sequences_are_two_turns() -> None:
     assert first_of_turn(micro([4, 5], [0, 1], [0.0, 0.0])).tolist() == [True, True]
 
 

@@ -23,6 +23,7 @@ def share(*rollouts: tuple[list[int], list[int], float]) -> Share:
         behavior_logprobs=(-tokens / 10).astype(np.float32),
         versions=tokens.copy(),
         ticket=10 * np.arange(len(rollouts), dtype=np.int64),
+        group_id=np.zeros(len(rollouts), np.int64),
         advantage=np.array([r[2] for r in rollouts], np.float32),
         usable=np.ones(len(rollouts), bool),
     )
@@ -120,6 +121,42 @@ def test_minibatches_keep_the_order_and_lose_nothing() -> None:
     batch = share(*[([1, i + 2], [0, 1], 1.0) for i in range(5)])
     minibatches = cut(batch, num_minibatches=2, micro_batch_tokens=100)
     assert [m.micro_batches[0].targets.tolist() for m in minibatches] == [[2, 3, 4], [5, 6]]
+
+
+def test_members_of_a_group_go_on_from_what_they_begin_with_alike() -> None:
+    """1 2 3 is there once; the third member is of another group, the fourth of one token that is only a target."""
+    batch = share(
+        ([1, 2, 3, 4, 5], [0, 0, 0, 1, 1], 1.0),
+        ([1, 2, 3, 6, 7, 8], [0, 0, 0, 1, 1, 1], 2.0),
+        ([1, 2, 9], [0, 0, 1], 3.0),
+        ([1, 2, 3, 8], [0, 0, 0, 1], 4.0),
+    )
+    batch.group_id[2] = 1
+    micro = only(batch, share_prefix=True)
+    assert micro.token_ids.tolist() == [1, 2, 3, 4, 6, 7, 1, 2]
+    assert micro.cu_seqlens == [0, 3, 4, 6, 6, 8]
+    assert micro.parents == [0, 0, 0, 0, 4]
+    assert micro.targets.tolist() == [4, 5, 6, 7, 8, 8, 9]
+    assert micro.rows.tolist() == [2, 3, 2, 4, 5, 2, 7]  # the first of every member comes from the last shared token
+    assert micro.positions.tolist() == [3, 4, 3, 4, 5, 3, 2]
+    assert micro.tickets == (0, 10, 30, 20)
+    assert micro.sequence.tolist() == [0, 0, 1, 1, 1, 2, 3]
+    assert micro.num_shared == 2 * 3
+    assert only(batch).num_shared == microbatch.STAND_IN.num_shared == 0
+
+
+def test_loss_tokens_that_a_group_has_in_common_are_rows_of_the_shared_start() -> None:
+    micro = only(share(([1, 2, 3, 4], [0, 1, 1, 1], 1.0), ([1, 2, 3, 5], [0, 1, 1, 1], -1.0)), share_prefix=True)
+    assert micro.token_ids.tolist() == [1, 2, 3]
+    assert micro.rows.tolist() == [0, 1, 2] * 2
+    assert micro.targets.tolist() == [2, 3, 4, 2, 3, 5]
+
+
+def test_a_group_beyond_the_budget_repeats_its_start_in_each_micro_batch() -> None:
+    batch = share(*[([1, 2, 3, 10 + i, 20, 30], [0, 0, 0, 1, 1, 1], 1.0) for i in range(5)])
+    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=7, share_prefix=True)
+    assert [len(m.token_ids) for m in minibatch.micro_batches] == [7, 7, 5]  # 3 + 2 · 2 twice, then one alone
+    assert [m.parents for m in minibatch.micro_batches] == [[0, 0, 0], [0, 0, 0], [0]]
 
 
 def test_bins_of_the_example() -> None:

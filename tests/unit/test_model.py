@@ -2,7 +2,7 @@
 
 import weakref
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,35 @@ def test_log_probs_and_gradients_of_a_packed_batch_equal_those_of_its_sequences(
     for a, b, c in zip(together[1], alone[1], checkpointed, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_sequences_that_share_their_start_equal_each_alone(family: str, tmp_path: Path) -> None:
+    """A start of 9 tokens with 5, 0 and 12 after it, a sequence of its own, and a start of 1 token with 3 and 1."""
+    save(family, tmp_path)
+    model = build(tmp_path, device="cpu", dtype=torch.float32, weights=True)
+    own, parents = [9, 5, 0, 12, 7, 1, 3, 1], [0, 0, 0, 0, 4, 5, 5, 5]
+    cu_seqlens = [0, *accumulate(own)]
+    tokens = torch.randint(0, VOCAB, (cu_seqlens[-1],))
+    segments = [torch.arange(a, b) for a, b in pairwise(cu_seqlens)]
+    whole = [torch.cat([segments[p], segments[j]]) if p != j else segments[j] for j, p in enumerate(parents)]
+    pull = torch.randn(len(tokens), model.config.hidden_size)
+
+    def gradients() -> list[torch.Tensor]:
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return found
+
+    shared = hidden_states(model, tokens, cu_seqlens, parents)
+    (shared * pull).sum().backward()
+    together = gradients()
+    for j, places in enumerate(whole):
+        alone = hidden_states(model, tokens[places], [0, len(places)])
+        mine = len(places) - own[j]  # the last own[j] tokens are this segment's
+        torch.testing.assert_close(alone[mine:], shared[segments[j]], rtol=1e-5, atol=1e-5)
+        (alone[mine:] * pull[segments[j]]).sum().backward()
+    for a, b in zip(together, gradients(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_a_forward_without_segments_is_refused(tmp_path: Path) -> None:

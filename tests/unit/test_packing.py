@@ -57,6 +57,34 @@ def test_costs_are_split_evenly() -> None:
     assert packing.split_evenly([1], 3) == [[0], [], []]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [([[1, 2, 3], [1, 2], [1, 2, 5]], 2), ([[1], [2]], 0), ([[4, 5]] * 3, 2)]
+)
+def test_what_sequences_begin_with_alike(tokens: list[list[int]], expected: int) -> None:
+    assert packing.common_prefix([np.array(t) for t in tokens]) == expected
+
+
+def test_shares_keep_groups_together_unless_that_leaves_a_part_too_heavy() -> None:
+    """Prompts of 100 tokens, 10 replies of 10 each."""
+
+    def indices(num_groups: int, num_parts: int) -> list[list[int]]:
+        rollouts = []
+        for ticket in range(10 * num_groups):
+            one = Rollout(env="e", task_id="t", ticket=ticket, group_id=ticket // 10)
+            one.append(np.full(100, ticket // 10))
+            one.append(np.full(10, ticket), np.zeros(10), np.zeros(10))
+            rollouts.append(one)
+        parts = packing.shares(packing.pack(rollouts), num_parts, width=10**9, share_prefix=True)
+        return [part.ticket.tolist() for part in parts]
+
+    assert indices(2, 2) == [list(range(10)), list(range(10, 20))]
+    first, second = indices(3, 2)  # 200 + 100 + 50 each; whole it were 400 and 200
+    assert sorted(first + second) == list(range(30))
+    assert len(first) == len(second) == 15
+    assert [len(part) for part in indices(1, 2)] == [5, 5]
+    assert indices(0, 2) == [[], []]
+
+
 def test_versions_are_told_over_the_loss_masked_tokens_only() -> None:
     rollout = Rollout(env="e", task_id="t")
     rollout.append([1, 2])

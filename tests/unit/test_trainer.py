@@ -322,6 +322,61 @@ def test_step_makes_good_tokens_likelier_and_bad_ones_rarer(folder: Path) -> Non
     assert after[1] < before[1]
 
 
+def grouped(*sizes: tuple[int, int, Sequence[int]]) -> Packed:
+    """Groups as (prompt tokens, members whose reply begins like the prompt's last token's, tokens of each reply)."""
+    random, rollouts = np.random.default_rng(3), []
+    for group, (num_prompt, alike, replies) in enumerate(sizes):
+        prompt, begin = random.integers(3, 60, num_prompt), random.integers(3, 60, alike)
+        for num in replies:
+            reply = np.r_[begin, random.integers(3, 60, num)]
+            one = Rollout(env="e", task_id="t", ticket=len(rollouts), group_id=group)
+            one.append(prompt)
+            one.append(reply, random.normal(-4, 0.3, len(reply)), np.zeros(len(reply)))
+            rollouts.append(one)
+    return pack(rollouts, random.normal(size=len(rollouts)))
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [100_000, 60])
+@pytest.mark.parametrize("kind", ["plain", "critic of turns", "recomputed"])
+def test_shared_prompts_change_neither_log_probs_nor_loss_nor_gradient(
+    folder: Path, micro_batch_tokens: int, kind: str
+) -> None:
+    batch = grouped((30, 0, [4, 9, 1]), (12, 2, [5, 5]), (20, 0, [7]))
+    seen: list[dict[int, torch.Tensor]] = []
+
+    def watching(rows: Rows, limits: Limits) -> TokenLosses:
+        for i in rows.sequence.unique():
+            mine = rows.sequence == i
+            seen[-1][float(rows.behavior[mine][0])] = rows.current[mine].detach()
+        return LOSSES["decoupled"](rows, limits)
+
+    def made(**settings: object) -> Trainer:
+        seen.append({})
+        if kind == "critic of turns":
+            settings |= {"critic": load(folder), "credit": Credit(level="turn")}
+        if kind == "recomputed":
+            settings["activation_checkpointing"] = True
+        return trainer(folder, objective=Objective(loss=watching), learning_rate=1e-4, **settings)
+
+    plain = made()
+    expected = plain.step(batch, 0)
+    shared = made(share_prefix=True, micro_batch_tokens=micro_batch_tokens)
+    found = shared.step(batch, 0)
+    assert expected["shared_tokens"] == 0 < found["shared_tokens"]
+    assert found["input_tokens"] + found["shared_tokens"] == expected["input_tokens"]
+    if micro_batch_tokens > 60:
+        assert found["shared_tokens"] == 2 * 30 + 14
+    for name in ("loss", "grad_norm", "entropy", "tokens"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert seen[0].keys() == seen[1].keys() and len(seen[0]) == 6
+    for key, logprobs in seen[0].items():
+        torch.testing.assert_close(seen[1][key], logprobs, rtol=0, atol=1e-5)
+    others = dict(shared.models.named_trained())
+    for name, parameter in plain.models.named_trained():
+        moments = (t.optimizer.state[p]["exp_avg"] for t, p in ((shared, others[name]), (plain, parameter)))
+        torch.testing.assert_close(*moments, rtol=1e-5, atol=1e-6)
+
+
 def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
     batch = shares((5, 20), (2, 5), (9, 14))
     plain = trainer(folder, micro_batch_tokens=32).step(batch, 0)
