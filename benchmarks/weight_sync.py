@@ -89,6 +89,7 @@ def measure(world: World, model_name: str, megabytes: int, repeats: int, bucket_
             failed=fail,
             bucket_bytes=bucket_bytes,
         )
+        receiver.start()
     raw = torch.ones(num_bytes, dtype=torch.uint8) if source in world.wts else None
     for version in range(repeats + 1):
         dist.barrier(group=world.ctl)
@@ -164,6 +165,7 @@ def send_steps(
             deliver=lambda version, fetch: arrived.put(fetch()),
             **common,
         )
+        receiver.start()
     taken = []
     for version in range(repeats + 1):
         if parameters is not None:

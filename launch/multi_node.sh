@@ -2,22 +2,56 @@
 # Several nodes: run this on each of them, with the same config and a run.dir that all of them see.
 #     NNODES=2 MASTER=node0:29500 launch/multi_node.sh configs/my.toml run.dir=/shared/run [section.key=value ...]
 #
-# Ranks are numbered node by node: with [topology] inference = 8, trainer = 8 and 8 GPUs a node, the first node infers.
-# RUN_ID    a name of the job that all nodes agree on; a new one for every start by hand
-# IFACE     the network interface that gloo and NCCL use, if the default route is not the fast one
-# Start the node of MASTER first, or at the same time.
+# MASTER        host:port of the node where all meet; nodes may start in any order, within READ_S of it
+# RUN_ID        a name of the job that all nodes agree on
+# IFACE         the network interface of rendezvous, gloo and NCCL; without it the one on the way to MASTER
+# NPROC         ranks per node, 8
+# MAX_RESTARTS  failures after which this node tries again, 3; the run goes on from its newest complete checkpoint
+# PAUSE_S       before it does, so that the other nodes have ended as well, 20 s
+# JOIN_S        how long nodes wait for one that is missing, at the start and after a failure, 600 s
+# READ_S        how long a node tries to reach MASTER, 60 s
+#
+# Ranks are numbered node by node in the order of the nodes' addresses as text: with [topology] inference = 8,
+# trainer = 8 and 8 GPUs a node, the first of them infers.
+#
+# After a failure every torchrun ends and a new one starts, on all nodes: torchrun's own restarts (--max-restarts) never
+# get a node back that was lost, since the nodes that stayed do not tell it where their store is.  On a lost node (MASTER
+# too) run this again; the others wait for it.  A cut link loses packets without a word: the ranks on both sides end after
+# 20 s with an error that says so, and with them a torchrun that no longer hears from MASTER.
+# SIGTERM ends the run with a complete checkpoint, on all nodes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[[ ${1:-} == *.toml && -n ${NNODES:-} && -n ${MASTER:-} ]] || {
+[[ ${1:-} == *.toml && -n ${NNODES:-} && ${MASTER:-} == *:* ]] || {
     echo "usage: NNODES=N MASTER=host:port launch/multi_node.sh CONFIG.toml run.dir=DIR [section.key=value ...]" >&2
     exit 2
 }
 config=$1; shift
 venv=$(scripts/setup)
 "$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
-if [ -n "${IFACE:-}" ]; then export GLOO_SOCKET_IFNAME=$IFACE NCCL_SOCKET_IFNAME=$IFACE; fi
+# A node's own name may resolve to nothing, or to a loopback address that no other node reaches: gloo, NCCL and torchrun
+# (--local-addr, is_host) are told which address and interface to use, and look nothing up.
+reached=$("$venv/bin/python" launch/interface.py "${MASTER%:*}" ${IFACE:+"$IFACE"})
+read -r address iface is_host <<<"$reached"
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$iface} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$iface}  # "=": exactly
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1
-exec "$venv/bin/torchrun" --nnodes="$NNODES" --nproc-per-node="${NPROC:-8}" \
-    --rdzv-backend=c10d --rdzv-endpoint="$MASTER" --rdzv-id="${RUN_ID:-spmd_rl}" --max-restarts="${MAX_RESTARTS:-3}" \
-    -m spmd_rl "$config" "$@"
+# a hung NCCL collective leaves what every rank was at, and an error on one rank reaches the others
+export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1
+
+stopping=
+pass_on() { stopping=1; kill -"$1" "$child" 2>/dev/null || true; }
+for ((restarts = 0; ; restarts++)); do
+    # a session of its own: a signal to this script's process group must not reach torchrun twice
+    SPMD_RL_RESTARTS=$restarts setsid "$venv/bin/torchrun" --nnodes="$NNODES" --nproc-per-node="${NPROC:-8}" \
+        --rdzv-backend=c10d --rdzv-endpoint="$MASTER" --rdzv-id="${RUN_ID:-spmd_rl}" --local-addr="$address" \
+        --rdzv-conf="is_host=$is_host,join_timeout=${JOIN_S:-600},read_timeout=${READ_S:-60}" \
+        -m spmd_rl "$config" "$@" &
+    child=$!
+    trap 'pass_on TERM' TERM
+    trap 'pass_on INT' INT
+    until wait "$child"; code=$?; ! kill -0 "$child" 2>/dev/null; do :; done  # a signal ends a wait, not the child
+    if [ "$code" = 0 ] || [ -n "$stopping" ] || [ "$restarts" -ge "${MAX_RESTARTS:-3}" ]; then exit "$code"; fi
+    echo "multi_node.sh: torchrun ended with $code, starting again in ${PAUSE_S:-20} s (restart $((restarts + 1)))" >&2
+    sleep "${PAUSE_S:-20}" &
+    child=$!
+    wait "$child" || exit 143
+done

@@ -8,7 +8,7 @@ config=$1; shift
 venv=$(scripts/setup)
 "$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1
+export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1
 # The world restarts from its newest complete checkpoint up to three times after a failure.
 exec "$venv/bin/torchrun" --standalone --nproc-per-node="${NPROC:-8}" --max-restarts="${MAX_RESTARTS:-3}" \
     -m spmd_rl "$config" "$@"

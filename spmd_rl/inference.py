@@ -54,6 +54,7 @@ class InferenceRank:
         self._receiver = make_receiver(
             world, config, run_dir, specs=specs, deliver=self._weights_arrived, failed=live.failed
         )
+        self._receiver.start()
 
     def handle(self, message: Message) -> None:
         """What rank 0 asks for."""

@@ -8,7 +8,8 @@ and looks for the first failure; two ranks (the first and the last) also judge e
 - A rank that gives no sign of life (stopped, dead, holding the interpreter lock) for `heartbeat_timeout_s`, one that
   works at the same thing for `stall_timeout_s`, or a job in which everybody waits that long, is a failure that says
   who, what it was doing or waiting for, and for how long.
-- Losing the store is a failure too: its host is gone or cannot be reached.
+- Losing the store is a failure too: its host is gone or cannot be reached.  Behind a cut link it does not refuse, it
+  never answers: a second thread watches over the first.
 
 `on_failure` runs in that thread and should end the process; if it has not after `grace_s`, `end` does.
 Knows nothing of groups, queues or what the ranks do.
@@ -27,13 +28,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import Store
 
 MAIN = "main"
+PATIENCE = 10  # parts of `heartbeat_timeout_s` that pass without an answer; one alone may be a process that was stopped
 CONSEQUENCE_S = 2.0  # that an error which follows from a lost peer waits for whoever knows which peer
 _FAILURE = "liveness/failure"
 _LOST_PEER = re.compile(
@@ -49,6 +51,7 @@ class Failure:
     role: str
     text: str  # traceback, or who stood still at what
     found_by: int  # the rank that told the others
+    cut_off: bool = False  # the job's store has stopped answering: nobody could be told
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.role}) failed: {self.text}"
@@ -136,7 +139,7 @@ class Liveness:
         self._store.set_timeout(timedelta(seconds=heartbeat_timeout_s))
         self._rank, self._roles = rank, tuple(roles)
         self._on_failure, self._end = on_failure, end
-        self._interval_s, self._grace_s = interval_s, grace_s
+        self._interval_s, self._grace_s, self._heartbeat_timeout_s = interval_s, grace_s, heartbeat_timeout_s
         self._stacks_folder = stacks_folder
         self._judge = None
         if rank in (0, len(roles) - 1):
@@ -154,8 +157,11 @@ class Liveness:
         self._wake = threading.Event()
         self._closing = False
         self._told = threading.Event()
+        self._answered = threading.Event()  # the store has, since the guard last looked
+        self._over = threading.Lock()  # taken by whoever ends the watch
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="liveness guard", daemon=True).start()
 
     def progress(self, doing: str, *, thread: str = MAIN) -> None:
         """A thread of this rank has begun something new.
@@ -195,7 +201,23 @@ class Liveness:
             failure = self._watch()
         except Exception as error:  # the store is gone, and with it every way to tell the others
             failure = self._own or self._failure(self._rank, f"lost the job's store: {type(error).__name__}: {error}")
+        self._finish(failure)
+
+    def _guard(self) -> None:
+        """Ends the watch when the liveness thread hangs in the store's client, which waits for an answer for ever."""
+        missed = 0
+        while missed < PATIENCE and not self._over.locked():
+            missed = 0 if self._answered.wait(self._heartbeat_timeout_s / PATIENCE) else missed + 1
+            self._answered.clear()
+        if missed:
+            text = f"lost the job's store: no answer for {self._heartbeat_timeout_s:.0f} s, its host cannot be reached"
+            self._finish(replace(self._own or self._failure(self._rank, text), cut_off=True))
+
+    def _finish(self, failure: Failure | None) -> None:
+        if not self._over.acquire(blocking=False):
+            return
         self._told.set()
+        self._answered.set()
         if failure is not None:
             timer = threading.Timer(self._grace_s, self._end, (1,))
             timer.daemon = True
@@ -218,6 +240,7 @@ class Liveness:
                 return None
             if self._judge is not None and (verdict := self._judge.verdict(self._read_marks(), time.monotonic())):
                 return self._tell(self._failure(*verdict))
+            self._answered.set()
             self._wake.wait(self._interval_s)
             if not self._closing:
                 self._wake.clear()

@@ -38,6 +38,7 @@ def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, si
         deliver=lambda version, fetch: arrived.put(fetch()),
         failed=live.failed,
     )
+    receiver.start()
 
     def load(version: int) -> None:
         live.progress(f"waiting for weights {version}")

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pkgutil
+import signal
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
+from spmd_rl.workers import die_with_parent
 from spmd_rl.world import World, check_shared_folder, end_process, join, leave
 
 T = TypeVar("T")
@@ -53,6 +56,7 @@ class Start:
 
 def train(config: Config, name: str) -> None:
     """Ends the process of this rank with the code of the run; never returns."""
+    die_with_parent(os.getppid())  # no rank outlives a torchrun that was killed
     world = join(
         num_inference=config.topology.inference,
         num_trainers=config.topology.trainer,
@@ -190,4 +194,7 @@ def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness) -> No
             write_whole(run_dir.summary, json.dumps(summary, indent=1))
         except OSError as error:
             print(f"no {run_dir.summary}: {error}", file=sys.stderr)
+    if failure.cut_off:  # the torchrun of this node waits for the same host, deaf to signals, until TCP gives up
+        sys.stderr.flush()
+        os.kill(os.getppid(), signal.SIGKILL)
     end_process(1)

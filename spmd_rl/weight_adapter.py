@@ -164,6 +164,10 @@ class AdapterReceiver:
             specs=frozen_specs(specs, lora, exact), deliver=self._take_frozen, ended=self._go_on
         )
 
+    def start(self) -> None:
+        """From here on versions are delivered."""
+        self._receiver.start()
+
     def release(self, version: int) -> None:
         self._receiver.release(version)
 
@@ -185,6 +189,7 @@ class AdapterReceiver:
     def _go_on(self) -> None:
         specs = version_specs(self._specs, self._lora, len(self._senders))
         self._receiver = self._make(specs=specs, deliver=self._merge)
+        self._receiver.start()
 
     def _merge(self, version: int, fetch: Fetch) -> None:
         received, started = fetch(), time.perf_counter()

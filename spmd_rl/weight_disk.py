@@ -78,6 +78,9 @@ class DiskReceiver:
         self._weights, self._device, self._deliver, self._failed = weights, device, deliver, failed
         self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weight reader", daemon=True)
+
+    def start(self) -> None:
+        """From here on versions are delivered."""
         self._thread.start()
 
     def take(self, version: int) -> None:

@@ -98,6 +98,9 @@ class WeightReceiver:
         self._released: int | None = None
         self._version: int | None = None
         self._thread = threading.Thread(target=self._run, name="weight receiver", daemon=True)
+
+    def start(self) -> None:
+        """From here on versions are delivered."""
         self._thread.start()
 
     def release(self, version: int) -> None:

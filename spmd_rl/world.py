@@ -52,6 +52,7 @@ class Place:
     host: str
     device: str  # unique on the host; "cpu" where the rank has no accelerator
     name: str  # as torch calls it there: "cpu", "cuda:1"
+    restarts: int = 0  # of its torchrun, by the script that started it; a node that came back counts anew
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,6 +150,7 @@ def join(
     )
     device, place = _choose_device(topology, rank, local_rank)
     places = _exchange(store, rank, world_size, place)
+    generation += max(place.restarts for place in places)
 
     def group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> ProcessGroup | None:
         made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
@@ -284,14 +286,15 @@ def _meet(store: Store, rank: int, world_size: int) -> int:
 
 
 def _choose_device(topology: Topology, rank: int, local_rank: int) -> tuple[torch.device, Place]:
-    host = socket.gethostname()
+    host, restarts = socket.gethostname(), int(os.environ.get("SPMD_RL_RESTARTS", "0"))
     if not (torch.cuda.is_available() and topology.takes_device(rank)):
-        return torch.device("cpu"), Place(host=host, device="cpu", name="cpu")
+        return torch.device("cpu"), Place(host=host, device="cpu", name="cpu", restarts=restarts)
     index = topology.device_slot(rank, local_rank) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     properties = torch.cuda.get_device_properties(index)
     device = torch.device("cuda", index)
-    return device, Place(host=host, device=str(getattr(properties, "uuid", index)), name=str(device))
+    unique = str(getattr(properties, "uuid", index))
+    return device, Place(host=host, device=unique, name=str(device), restarts=restarts)
 
 
 def _exchange(store: Store, rank: int, world_size: int, place: Place) -> tuple[Place, ...]:

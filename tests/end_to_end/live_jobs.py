@@ -28,15 +28,25 @@ class LiveJob:
     """One torchrun with its ranks; leaving the block kills what is left of it."""
 
     def __init__(
-        self, run_dir: Path, *settings: str, ranks: int = 2, max_restarts: int = 0, module: str = "spmd_rl"
+        self,
+        run_dir: Path,
+        *settings: str,
+        ranks: int = 2,
+        max_restarts: int = 0,
+        module: str = "spmd_rl",
+        script: tuple[str, ...] = (),
     ) -> None:
+        """`script` starts torchrun by itself; without one it is started here."""
         launcher = (f"--max-restarts={max_restarts}", "--monitor-interval=0.1")
         settings = (f"model.path={ROOT}/models/tiny", "run.metrics_interval_s=0.5", *settings)
+        argv = command("tiny_cpu.toml", run_dir, *settings, num_ranks=ranks, launcher=launcher, module=module)
+        if script:
+            argv = [*script, *argv[argv.index("spmd_rl") + 1 :]]
         self.lines: list[str] = []
         self._mark = f"{MARK}={run_dir}"
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
-            command("tiny_cpu.toml", run_dir, *settings, num_ranks=ranks, launcher=launcher, module=module),
+            argv,
             cwd=ROOT,
             env={**environment(), MARK: str(run_dir)},
             stdout=subprocess.PIPE,

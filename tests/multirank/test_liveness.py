@@ -3,6 +3,7 @@
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -138,6 +139,41 @@ def loses_the_store() -> str:
 
 def test_losing_the_store_is_a_failure():
     assert run_processes(loses_the_store, 1)[0].startswith("lost the job's store: Dist")
+
+
+def is_cut_off() -> tuple[str, bool]:
+    """The store's port leads to somebody who passes everything on, and from some point on nothing, without closing."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cut, failure = threading.Event(), Future()
+
+    def passes_on(source: socket.socket, target: socket.socket) -> None:
+        while block := source.recv(1 << 16):
+            if not cut.is_set():
+                target.sendall(block)
+
+    def serve(server: socket.socket) -> None:
+        while True:
+            client = server.accept()[0]
+            behind = socket.create_connection(("127.0.0.1", store.port))
+            for ends in ((client, behind), (behind, client)):
+                threading.Thread(target=passes_on, args=ends, daemon=True).start()
+
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve, args=(server,), daemon=True).start()
+    Liveness(
+        store=dist.TCPStore("127.0.0.1", server.getsockname()[1], is_master=False),
+        rank=0, roles=["inference"], on_failure=failure.set_result, stall_timeout_s=60.0, interval_s=0.05,
+        heartbeat_timeout_s=2.0, end=print,
+    )  # fmt: skip
+    store.wait(["liveness/0"])
+    cut.set()
+    seen = failure.result(timeout=LIMIT_S)
+    return seen.text, seen.cut_off
+
+
+def test_a_store_that_stops_answering_is_a_failure():
+    text = "lost the job's store: no answer for 2 s, its host cannot be reached"
+    assert run_processes(is_cut_off, 1) == [(text, True)]
 
 
 def raises_and_loses(world: World) -> str:

@@ -122,6 +122,7 @@ def decodes(world: World, dtype: torch.dtype, exact: torch.dtype) -> list[tuple[
     """(checksums, whole weights in bits) of each version; live ones stay as they are until the next are."""
     arrived: queue.Queue[Received] = queue.Queue()
     receiver = make_receiver(world, dtype, exact, lambda version, fetch: arrived.put(fetch()))
+    receiver.start()
     seen, live, before = [], {}, {}
     for version in range(FIRST, LAST + 1):
         received = arrived.get(timeout=LIMIT_S)
@@ -184,7 +185,7 @@ def merges_otherwise(world: World) -> str:
         lambda *weights: failures.put(AssertionError("delivered")),
         failures.put,
         Lora(rank=3, alpha=6.0001, targets=LORA.targets),
-    )
+    ).start()
     error = str(failures.get(timeout=LIMIT_S))
     world.store.set("seen", "1")
     return error

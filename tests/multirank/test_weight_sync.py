@@ -92,7 +92,7 @@ def make_receiver(
     failed: Callable[[Exception], None] = raises,
     **settings: object,
 ) -> WeightReceiver:
-    return WeightReceiver(
+    receiver = WeightReceiver(
         specs=specs,
         meta_groups=world.wts_meta,
         payload_groups=world.wts,
@@ -102,6 +102,8 @@ def make_receiver(
         bucket_bytes=256,
         **settings,
     )
+    receiver.start()
+    return receiver
 
 
 def same_bytes(tensors: dict[str, Tensor], model: nn.Module, dtype: torch.dtype) -> None:

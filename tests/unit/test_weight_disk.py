@@ -35,7 +35,9 @@ def make_sender(tmp_path: Path, reports: list[SendReport]) -> DiskSender:
 def make_receiver(tmp_path: Path, arrived: queue.Queue[Received]) -> DiskReceiver:
     device = torch.device("cpu")
     deliver = lambda version, fetch: arrived.put(fetch())  # noqa: E731
-    return DiskReceiver(weights=tmp_path, device=device, deliver=deliver, failed=raises)
+    made = DiskReceiver(weights=tmp_path, device=device, deliver=deliver, failed=raises)
+    made.start()
+    return made
 
 
 def test_a_reader_gets_the_versions_it_is_told_of_and_old_ones_go(tmp_path: Path) -> None:
