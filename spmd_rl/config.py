@@ -73,6 +73,8 @@ class Model:
     """import path of a function that writes the folder when it is missing, such as spmd_rl.tiny_model:make"""
     dtype: str = "auto"
     """float32 | bfloat16 of the computation; auto: bfloat16 on GPUs, float32 on the CPU"""
+    template: dict[str, object] = field(default_factory=dict)
+    """what the chat template is told beside the messages, such as { enable_thinking = false }"""
 
 
 @SETTINGS

@@ -52,7 +52,7 @@ def evaluate(config: Config, out: Path | None) -> int:
 
 async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[dict[str, object]]]:
     """Waits for the rollouts, or for the engine to fail."""
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, config.model.template)
     tasks = {}
     for name, env in config.env.items():
         made = envs.load(env.path, tokenizer=tokenizer, args=env.args)

@@ -49,7 +49,9 @@ class InferenceRank:
             on_update="continue" if config.staleness.on_update == "drain" else config.staleness.on_update,
             progress=lambda doing: live.progress(doing, thread="engine"),
         )
-        self._episodes = make_episodes(config, Tokenizer(config.model.path), self._engine, self._finished)
+        self._episodes = make_episodes(
+            config, Tokenizer(config.model.path, config.model.template), self._engine, self._finished
+        )
         self._engine.start()
         self._receiver = make_receiver(
             world, config, run_dir, specs=specs, deliver=self._weights_arrived, failed=live.failed

@@ -52,7 +52,7 @@ async def run_orchestrator(
     """Until the run is done (0) or stopped (128 + signal); raises when it fails."""
     loop = asyncio.get_running_loop()
     live.progress("building the engine")
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, config.model.template)
     width = hidden_size(config.model.path)
     ended: asyncio.Queue[int] = asyncio.Queue()  # ranks that said STOP
     own = None

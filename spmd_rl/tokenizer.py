@@ -26,7 +26,9 @@ Messages = Sequence[Mapping[str, object]]  # {"role": "user", "content": "What i
 class Tokenizer:
     """The tokenizer of one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, variables: Mapping[str, object] | None = None) -> None:
+        """`variables` are seen by the chat template in every conversation (enable_thinking, …)."""
+        self._variables = dict(variables or {})
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise ValueError(
@@ -57,8 +59,8 @@ class Tokenizer:
     def render(self, messages: Messages, *, open_reply: bool = True, **variables: object) -> np.ndarray:
         """[N] int32, a conversation in the model's chat template.
 
-        `open_reply` ends it with the opening of the assistant's next turn; `variables` (tools, enable_thinking, …)
-        are seen by the template.
+        `open_reply` ends it with the opening of the assistant's next turn; `variables` (tools, …) are seen by the
+        template beside those of all conversations.
         """
         return self.encode(self.render_text(messages, open_reply=open_reply, **variables))
 
@@ -66,7 +68,7 @@ class Tokenizer:
         """What `render` encodes."""
         if self._template is None:
             raise ValueError("this model's folder has no chat template: build its prompts with encode()")
-        known = {"tools": None, "documents": None, **self._special, **variables}
+        known = {"tools": None, "documents": None, **self._special, **self._variables, **variables}
         return self._template.render(messages=list(messages), add_generation_prompt=open_reply, **known)
 
     def _id(self, name: str) -> int | None:

@@ -139,7 +139,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
             raise ValueError(f"model.make = {config.model.make!r}: {error}") from error
         make(model)
     check_lora(config)
-    tokenizer, splits = Tokenizer(model), ["train"] + ["eval"] * (config.eval.every >= 0)
+    tokenizer, splits = Tokenizer(model, config.model.template), ["train"] + ["eval"] * (config.eval.every >= 0)
     for env_name, env in config.env.items():
         made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
         envs.check_tasks(env_name, made, seed=config.run.seed, splits=splits)
