@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -36,6 +37,17 @@ from spmd_rl.types import Rollout
 SCHEMA = 2
 MARKER = "COMPLETE"
 NUM_READERS = 8  # files checked at a time
+_TABLE = (
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+)
+_WORDS = {(Metadata.__module__, name) for name in (*_TABLE, "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")}
+_WORDS |= {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
+_WORDS |= {("torch", "Size"), ("torch.serialization", "_get_layout"), (_StorageInfo.__module__, "_StorageInfo")}
 BLOCK_BYTES = 1 << 24  # read at a time, into memory that malloc never sees: it would keep some of it for each thread
 
 
@@ -59,11 +71,14 @@ def load_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessG
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the pickled table of contents that torch writes, but lets it name nothing except torch's own words."""
+    """Reads the pickled table of contents that torch writes, but lets it name nothing except what describes tensors."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise pickle.UnpicklingError(f"a checkpoint may not point at {info.relative_path}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -71,14 +86,10 @@ class _Reader(dcp.FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        words = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        dtype = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
-        path = module.split(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath")
-        layout = (module, name) == ("torch.serialization", "_get_layout")
-        found = super().find_class(module, name) if words or dtype or path or layout else None
-        if found is None or (words and not (isinstance(found, type) and found.__module__ == module)):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and (module, name) not in _WORDS:
             raise pickle.UnpicklingError(f"a checkpoint may not name {module}.{name}")
-        return found
+        return super().find_class(module, name)
 
 
 class _Planner(DefaultLoadPlanner):

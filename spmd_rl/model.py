@@ -203,8 +203,8 @@ AttentionMaskInterface.register(ATTENTION, _no_mask)
 def load_config(folder: str | Path) -> PretrainedConfig:
     """The architecture in a local folder; refuses by name what our head or attention would compute wrongly."""
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except OSError as error:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: no model folder: {str(error).splitlines()[0]}") from error
     text = config.get_text_config()
     refused = {
@@ -264,6 +264,7 @@ def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> n
             dtype=dtype,
             attn_implementation=ATTENTION,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )

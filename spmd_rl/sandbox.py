@@ -5,8 +5,9 @@
 The child gets a temporary folder of its own as its working directory, an empty environment, limits on CPU time, memory,
 file size and open files, and a wall-clock limit after which it is killed; it dies with the process that started it.
 Where the kernel allows unprivileged namespaces it also has no network, and everything that it started ends with it;
-`Execution.isolated` says whether that was so.  It still reads what this user can read and may write where this user
-may: code that is out to do harm belongs into a container.
+`Execution.isolated` says whether that was so; then the number of processes is limited too, but not for root, whom the
+kernel exempts.  It still reads what this user can read and may write where this user may: code that is out to
+do harm belongs into a container.
 
 This file is also the program that sets the limits: it imports the standard library only.
 """

@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -220,3 +221,20 @@ def test_a_checkpoint_cannot_run_code(saved, tmp_path):
     with pytest.raises(CheckpointException, match="Weights only load failed"):
         checkpoint.load_trainer(trainer_state(), tmp_path / "trainer", None)
     assert not Path("/tmp/spmd_rl_evil").exists()
+
+
+def test_a_checkpoint_names_nothing_but_tables_and_points_nowhere_else(saved, tmp_path):
+    shutil.copytree(saved / "trainer", tmp_path / "trainer")
+    table = tmp_path / "trainer" / ".metadata"
+    metadata = pickle.loads(table.read_bytes())
+    table.write_bytes(pickle.dumps(dcp.FileSystemWriter))
+    with pytest.raises(CheckpointException, match=r"may not name torch\..*\.FileSystemWriter"):
+        checkpoint.load_trainer(trainer_state(), tmp_path / "trainer", None)
+    table.write_bytes(b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93.")
+    with pytest.raises(CheckpointException, match=r"may not name torch\..*\.os\.system"):
+        checkpoint.load_trainer(trainer_state(), tmp_path / "trainer", None)
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(info, relative_path=f"../trainer/{info.relative_path}")
+    table.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match=r"may not point at \.\./trainer/"):
+        checkpoint.load_trainer(trainer_state(), tmp_path / "trainer", None)

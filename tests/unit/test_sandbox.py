@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -33,6 +34,14 @@ def test_an_endless_loop_is_killed():
 def test_memory_and_file_size_are_limited():
     assert "MemoryError" in run("x = bytearray(1 << 31)", memory_bytes=1 << 29).stderr
     assert "File too large" in run("open('x', 'wb').write(bytes(1 << 25))").stderr
+
+
+def test_open_files_and_processes_are_limited():
+    assert "Too many open files" in run("[open('/dev/null') for _ in range(200)]").stderr
+    execution = run("import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(1); os._exit(0)")
+    if os.getuid() == 0 or not execution.isolated:
+        pytest.skip("processes are limited for other users than root, where the kernel grants namespaces")
+    assert "BlockingIOError" in execution.stderr
 
 
 def test_output_without_end_is_cut():
