@@ -36,6 +36,7 @@ from torch.distributed import Store
 
 MAIN = "main"
 PATIENCE = 10  # parts of `heartbeat_timeout_s` that pass without an answer; one alone may be a process that was stopped
+SILENT = "no sign of life for"
 CONSEQUENCE_S = 2.0  # that an error which follows from a lost peer waits for whoever knows which peer
 _FAILURE = "liveness/failure"
 _LOST_PEER = re.compile(
@@ -52,6 +53,11 @@ class Failure:
     text: str  # traceback, or who stood still at what
     found_by: int  # the rank that told the others
     cut_off: bool = False  # the job's store has stopped answering: nobody could be told
+
+    @property
+    def silent(self) -> bool:
+        """Its rank cannot end by itself."""
+        return self.text.startswith(SILENT)
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.role}) failed: {self.text}"
@@ -85,7 +91,7 @@ class Judge:
             return None
         silent = max(here, key=lambda rank: now - self._seen[rank])
         if now - self._seen[silent] > self._heartbeat_timeout_s:
-            return silent, f"no sign of life for {now - self._seen[silent]:.1f} s; {self._describe(here)}"
+            return silent, f"{SILENT} {now - self._seen[silent]:.1f} s; {self._describe(here)}"
         known = [
             (since_s, rank, what)
             for rank in here

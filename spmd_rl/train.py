@@ -38,7 +38,7 @@ from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.workers import die_with_parent
-from spmd_rl.world import World, check_shared_folder, end_process, join, leave
+from spmd_rl.world import World, check_shared_folder, end_process, end_sibling, join, leave
 
 T = TypeVar("T")
 PREPARE_S = 1800.0  # that the ranks wait for the model to be made
@@ -194,6 +194,8 @@ def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness) -> No
             write_whole(run_dir.summary, json.dumps(summary, indent=1))
         except OSError as error:
             print(f"no {run_dir.summary}: {error}", file=sys.stderr)
+    if failure.silent and failure.rank != world.rank:
+        end_sibling(failure.rank)
     if failure.cut_off:  # the torchrun of this node waits for the same host, deaf to signals, until TCP gives up
         sys.stderr.flush()
         os.kill(os.getppid(), signal.SIGKILL)

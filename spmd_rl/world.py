@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import uuid
@@ -259,6 +260,18 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def end_sibling(rank: int) -> None:
+    """Kill a rank of this torchrun that gives no sign of life: stopped, it would hold torchrun's SIGTERM for 30 s."""
+    ours = {f"RANK={rank}", *(f"{name}={os.environ.get(name)}" for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"))}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getppid() and ours <= {*(process / "environ").read_text(errors="replace").split("\0")}:
+                os.kill(int(process.name), signal.SIGKILL)
+        except OSError:  # it has ended
+            continue
 
 
 def _meet(store: Store, rank: int, world_size: int) -> int:

@@ -72,12 +72,12 @@ class LiveJob:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, pattern: str, *, limit_s: float = LIMIT_S) -> str:
-        """The first line that has the pattern; an AssertionError with all output if none comes."""
+    def wait_for(self, pattern: str, *, after: int = 0, limit_s: float = LIMIT_S) -> str:
+        """The first line after so many that has the pattern; an AssertionError with all output if none comes."""
         deadline = time.monotonic() + limit_s
         with self._changed:
             while True:
-                for line in self.lines:
+                for line in self.lines[after:]:
                     if re.search(pattern, line):
                         return line
                 left_s = deadline - time.monotonic()

@@ -89,23 +89,44 @@ def test_a_disk_that_fails_while_running_is_named(tmp_path):
     checkpoint.verify(checkpoint.newest(tmp_path / "checkpoints")[1])
 
 
+RANKS = {"orchestrator": 0, "inference rank": 1, "first trainer": 2, "last trainer": 3}
+RAISES = {  # which settings make it raise, and what is then said
+    "orchestrator": (("env.fraction.path=tests.end_to_end.failing_env:Unreadable",), "OSError: row 40 cannot be read"),
+    "inference rank": (("engine:1:raise",), "RuntimeError: the device is on fire"),
+    "first trainer": (("loss:2:raise",), "RuntimeError: the device is on fire"),
+    "last trainer": (("loss:3:raise",), "RuntimeError: the device is on fire"),
+}
+WORKER_ERRORS = {
+    "SIGKILL": "WorkerDied: the process of a job ended with code -9",
+    "SIGSTOP": "TimedOut: tests.end_to_end.failing_env:misbehave did not end within 1 s",
+    "raise": "RuntimeError: tests.end_to_end.failing_env:misbehave: ArithmeticError: no verdict",
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_any_rank_may_die_or_stop(tmp_path, rank, number):
-    """Inference rank 0 and 1, the first and the last trainer."""
-    settings = ["topology.inference=2", "topology.trainer=2", "run.steps=100000", "run.stall_timeout_s=30"]
-    with LiveJob(tmp_path, *settings, ranks=4) as job:
-        job.wait_for(r"step +3/")
-        job.send(number, rank=rank)
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "raise"])
+@pytest.mark.parametrize("who", [*RANKS, "reward worker"])
+def test_whoever_fails_is_named_and_all_are_gone(tmp_path, who, how):
+    """A reward worker that fails once is counted; here all do, until rollout.max_failure_rate says no."""
+    settings = ["topology.inference=2", "topology.trainer=2", "run.steps=100000", "eval.every=-1"]
+    rank, said = RANKS.get(who, 0), ""
+    if who == "reward worker":
+        settings += ["env.fraction.path=tests.end_to_end.failing_env:BadWorkers", f'env.fraction.args={{how="{how}"}}']
+        settings += ["rollout.batch_size=8", "rollout.group_size=4", "staleness.max_concurrent=24"]
+        said = WORKER_ERRORS[how]
+    elif how == "raise":
+        more, said = RAISES[who]
+        settings += more
+    with LiveJob(tmp_path, *settings, ranks=4, module="tests.end_to_end.misbehaving") as job:
+        if who in RANKS and how != "raise":
+            job.wait_for(r"step +3/")
+            job.send(signal.Signals[how], rank=rank)
         start = time.monotonic()
-        line = job.wait_for("run failed")
+        job.wait_for("run failed")
         told_s = time.monotonic() - start
-        assert f"rank {rank} (" in line
-        assert told_s < 30.0
-        job.send(signal.SIGCONT, rank=rank) if number == signal.SIGSTOP else None
-        assert_failed(job, tmp_path, rank, "inference" if rank < 2 else "trainer", "")
-        print(f"\nrank {rank} {number.name}: told after {told_s:.1f} s, gone after {time.monotonic() - start:.1f} s")
+        assert_failed(job, tmp_path, rank, "inference" if rank < 2 else "trainer", said)
+        print(f"{who}, {how}: told after {told_s:.1f} s, gone {time.monotonic() - start - told_s:.1f} s later")
+        assert not job.left
 
 
 @pytest.mark.full

@@ -1,0 +1,44 @@
+"""The program, with one part of one rank that raises or hangs: `... -m tests.end_to_end.misbehaving … engine:1:raise`.
+
+That is the part (engine: in its 20th step, loss: in its 3rd batch), the rank, and what it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+
+from spmd_rl.cli import main
+from spmd_rl.engine.native import NativeEngine
+from spmd_rl.objective.losses import LOSSES
+
+
+def failing(work: Callable, how: str, after: int) -> Callable:
+    """`work`, until it has been called `after` times."""
+    calls = itertools.count(1)
+
+    def call(*args: object) -> object:
+        if next(calls) >= after:
+            if how == "raise":
+                raise RuntimeError("the device is on fire")
+            print("hanging", flush=True)
+            threading.Event().wait()
+        return work(*args)
+
+    return call
+
+
+words = [word for word in sys.argv[1:] if re.fullmatch(r"(engine|loss):\d+:(raise|hang)", word)]
+for part, rank, how in (word.split(":") for word in words):
+    if rank != os.environ["RANK"]:
+        continue
+    if part == "loss":
+        LOSSES.update({name: failing(loss, how, 3) for name, loss in LOSSES.items()})
+    else:
+        NativeEngine.step = failing(NativeEngine.step, how, 20)
+
+sys.exit(main([word for word in sys.argv[1:] if word not in words]))
