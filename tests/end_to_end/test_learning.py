@@ -139,6 +139,19 @@ def test_two_and_two_ranks_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_it_learns_from_sequences_during_which_weights_were_swapped(tmp_path: Path) -> None:
+    few_slots = ("inference.max_slots=16", "rollout.max_tokens=24", "env.fraction.args.length=24")  # never idle
+    job = run("tiny_cpu.toml", tmp_path / "run", "run.steps=60", *few_slots)
+    _assert_done(job, 60)
+    packed = [batch_log.read(job.folder / "batches", index) for index in range(60)]
+    rollouts = [rollout for batch in packed for rollout in packing.unpack(batch)]
+    swapped = [np.ptp(rollout.versions[rollout.loss_mask]) > 0 for rollout in rollouts]
+    assert np.mean(swapped) > 0.05
+    assert job.summary["reward_first"] < 0.2
+    assert job.summary["reward_last"] > 0.7
+
+
+@pytest.mark.full
 def test_samples_are_not_mixed_up_with_prompts(tmp_path: Path) -> None:
     job = run("tiny_echo_cpu.toml", tmp_path / "run")
     _assert_done(job, 200)
