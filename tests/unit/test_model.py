@@ -41,6 +41,16 @@ def test_build_without_weights_has_the_same_shapes_and_buffers(family: str, tmp_
         assert name == other and torch.equal(a, b)
 
 
+def test_weights_in_several_files_are_the_same_model(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    whole = build(tmp_path, device="cpu", dtype=torch.float32, weights=True)
+    load(tmp_path).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    parts = build(tmp_path / "shards", device="cpu", dtype=torch.float32, weights=True)
+    for (name, a), (other, b) in zip(whole.named_parameters(), parts.named_parameters(), strict=True):
+        assert name == other and torch.equal(a, b)
+
+
 @pytest.mark.parametrize("family", ["smollm2", "qwen3", "mistral"])
 def test_log_probs_and_gradients_of_a_packed_batch_equal_those_of_its_sequences(family: str, tmp_path: Path) -> None:
     """Among them one of a single token and one of the model's greatest length."""

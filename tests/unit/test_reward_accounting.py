@@ -8,11 +8,12 @@ import pytest
 from spmd_rl.advantages import grpo
 from spmd_rl.bounds import age_bound
 from spmd_rl.envs.single_turn import SingleTurn
+from spmd_rl.orchestrator.ages import AgeStats
 from spmd_rl.orchestrator.order import make_order
-from spmd_rl.orchestrator.report import reward_metrics
+from spmd_rl.orchestrator.report import batch_metrics, reward_metrics
 from spmd_rl.orchestrator.train_sink import KEPT, TrainSink, zero_spread
 from spmd_rl.tokenizer import Tokenizer
-from spmd_rl.types import Task
+from spmd_rl.types import Batch, Task
 from tests import fakes
 from tests.says import Says, write_folder
 
@@ -35,6 +36,14 @@ def test_a_rollout_of_many_turns_and_segments_counts_its_reward_once():
     many, one = fakes.rollout(work, 0, versions=[0] * 9, reward=1.0), fakes.rollout(work, 1, reward=0.0)
     many.num_turns, many.segments = 3, [2, 5]
     assert reward_metrics([many, one])["reward"] == 0.5
+
+
+def test_lengths_count_what_was_sampled_and_not_prompts_or_tool_replies():
+    work = fakes.work(0, size=2)
+    rollouts = [fakes.rollout(work, i, versions=[0] * 4) for i in range(2)]
+    rollouts[0].append(np.array([7] * 50, np.int32))  # what a tool said
+    batch = Batch(index=0, rollouts=rollouts, advantages=np.array([1.0, -1.0], np.float32))
+    assert batch_metrics(batch, usable=lambda _: True, ages=AgeStats())["rollout/length"] == 4.0
 
 
 def test_what_was_not_measured_is_in_no_mean():

@@ -17,6 +17,7 @@ from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
 from spmd_rl.packing import Packed, pack, select
 from spmd_rl.trainer.critic import Credit
+from spmd_rl.trainer.metrics import MEANS
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import square_sum, warmed_up
 from spmd_rl.trainer.ranks import TrainerRanks
@@ -236,9 +237,13 @@ def test_maxima_are_maxima_over_micro_batches(folder: Path) -> None:
 
 def test_nan_off_the_mask_changes_nothing(folder: Path) -> None:
     batch = shares((5, 20), (2, 5))
+    batch.loss_mask[10:14] = False  # what a tool says between two turns
     clean = trainer(folder).step(batch, 0)
     batch.behavior_logprobs[~batch.loss_mask] = math.nan
-    assert trainer(folder).step(batch, 0)["grad_norm"] == clean["grad_norm"]
+    other = trainer(folder).step(batch, 0)
+    assert clean["tokens"] == 21 and {"entropy", "kl_behavior_proximal", "importance_mean"} <= clean.keys()
+    for name in (*MEANS, "loss", "grad_norm", "tokens"):
+        assert other.get(name) == clean.get(name), name
 
 
 def test_sequence_with_advantage_zero_is_not_computed_but_divides(folder: Path) -> None:
