@@ -3,14 +3,15 @@
 Sequences live in slabs: rows of one capacity (64, 128, 256 … tokens), always packed without holes, so that the decode
 attention of a slab is one call on a view, without copying.  A sequence that outgrows its slab moves to the next, so
 memory and padding stay within a factor of two of the tokens held, however long the longest sequence is.  Prompts are
-computed in a `Prefix` of their own and copied into a row for each sequence that starts from it.  Knows nothing of
-sampling or versions.
+computed in a `Prefix` of their own and copied into a row for each sequence that starts from it.  With a budget, rows
+kept in reserve go before it would be exceeded.  Knows nothing of sampling or versions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,12 @@ class Sequence:
     row: int = 0
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
+@dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)
 class Prefix:
     """Keys and values of some tokens, computed chunk by chunk, for one sequence or a group that shares them."""
 
     tokens: list[int]
-    kv: Tensor  # [2, layers, len(tokens), H_kv, D]
+    kv: Tensor | None = None  # [layers, 2, H_kv, len(tokens), D], from its first chunk on
     num_done: int = 0
     last_hidden: Tensor | None = None  # [d] of the last token, once all are done
     waiting: list[Sequence] = field(default_factory=list)  # start when it is done
@@ -56,92 +57,126 @@ class Slab:
     def __init__(self, capacity: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.capacity = capacity
         self.sequences: list[Sequence] = []
-        layers, self._heads, self._dim = shape
-        self.kv = torch.empty(2, layers, 0, capacity, self._heads, self._dim, dtype=dtype, device=device)
-        self.flat: list[tuple[Tensor, Tensor]] = []  # per layer, keys and values [rows · capacity, H_kv, D]
-        self.rows: list[tuple[Tensor, Tensor]] = []  # per layer, [rows, H_kv, capacity, D]
+        layers, heads, dim = shape
+        self.kv = [torch.empty(2, 0, heads, capacity, dim, dtype=dtype, device=device) for _ in range(layers)]
 
-    def add(self, sequence: Sequence) -> None:
-        row = len(self.sequences)
-        if row == self.kv.shape[2]:
-            self._resize(max(2 * row, 1))
-        sequence.slab, sequence.row = self, row
+    @property
+    def num_rows(self) -> int:
+        return self.kv[0].shape[1]
+
+    def add(self, sequence: Sequence, kv: Seq[Tensor]) -> None:
+        """Into the next row, which exists; kv: per layer [2, H_kv, tokens held, D]."""
+        sequence.slab, sequence.row = self, len(self.sequences)
         self.sequences.append(sequence)
+        self._write(sequence.row, kv)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Free its row; the last row moves into it."""
+    def held(self, sequence: Sequence, num_tokens: int) -> list[Tensor]:
+        return [x[:, sequence.row, :, :num_tokens] for x in self.kv]
+
+    def remove(self, sequence: Sequence, row: int) -> None:
+        """Free a sequence's row; the last row moves into it."""
         last = self.sequences.pop()
         if last is not sequence:
-            held = len(last.tokens)
-            self.kv[:, :, sequence.row, :held] = self.kv[:, :, last.row, :held]
-            self.sequences[sequence.row], last.row = last, sequence.row
-        sequence.slab = None
+            self._write(row, self.held(last, len(last.tokens)))
+            self.sequences[row], last.row = last, row
         if not self.sequences:
-            self._resize(0)
+            self.resize(0)
 
-    def _resize(self, rows: int) -> None:
-        old = self.kv
-        shape = list(old.shape)
-        shape[2] = rows
-        self.kv = old.new_zeros(shape)  # masked positions get weight 0, and 0 times garbage could be NaN
-        kept = min(rows, old.shape[2])
-        self.kv[:, :, :kept] = old[:, :, :kept]
-        layers = range(shape[1])
-        self.flat = [tuple(x[layer].flatten(0, 1) for x in self.kv) for layer in layers] if rows else []
-        self.rows = [tuple(x[layer].transpose(1, 2) for x in self.kv) for layer in layers] if rows else []
+    def resize(self, num_rows: int) -> None:
+        kept = min(num_rows, self.num_rows)
+        for layer, old in enumerate(self.kv):  # masked positions get weight 0, and 0 times garbage could be NaN
+            self.kv[layer] = old.new_zeros(2, num_rows, *old.shape[2:])
+            self.kv[layer][:, :kept] = old[:, :kept]
+
+    def _write(self, row: int, kv: Seq[Tensor]) -> None:
+        for mine, theirs in zip(self.kv, kv, strict=True):
+            mine[:, row, :, : theirs.shape[2]] = theirs
 
 
 class Cache:
-    """All slabs."""
+    """All slabs and prefixes."""
 
-    def __init__(self, *, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        budget: int,  # tokens for which keys and values may be held
+    ) -> None:
         self.shape = shape  # layers, H_kv, D
         self.dtype, self.device = dtype, device
+        self._budget = budget
         self._slabs: dict[int, Slab] = {}
+        self._prefixes: WeakSet[Prefix] = WeakSet()  # that hold any
+
+    @staticmethod
+    def capacity(num_tokens: int) -> int:
+        """Of the row that a sequence of so many tokens has."""
+        return max(SMALLEST, 1 << (num_tokens - 1).bit_length())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for which there is memory."""
+        rows = sum(slab.num_rows * slab.capacity for slab in self._slabs.values())
+        return rows + sum(len(prefix.tokens) for prefix in self._prefixes)
 
     def slabs(self) -> list[Slab]:
         return [slab for _, slab in sorted(self._slabs.items()) if slab.sequences]
 
-    def new_prefix(self, tokens: list[int]) -> Prefix:
+    def open(self, prefix: Prefix) -> None:
+        """Memory for a prefix that is about to be computed."""
+        self._fit(len(prefix.tokens))
         layers, heads, dim = self.shape
-        kv = torch.empty(2, layers, len(tokens), heads, dim, dtype=self.dtype, device=self.device)
-        return Prefix(tokens=tokens, kv=kv)
+        shape = (layers, 2, heads, len(prefix.tokens), dim)
+        prefix.kv = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._prefixes.add(prefix)
 
     def start(self, sequence: Sequence, prefix: Prefix) -> None:
         """Give a sequence a row that holds the prefix and has room for the next token."""
-        held = len(prefix.tokens)
-        slab = self._slab_for(held + 1)
-        slab.add(sequence)
-        slab.kv[:, :, sequence.row, :held] = prefix.kv
+        self._slab_for(len(prefix.tokens) + 1).add(sequence, prefix.kv)
 
     def make_room(self, sequence: Sequence) -> None:
         """Before its last token is computed: move it to a larger slab where its own is full."""
         slab, row, held = sequence.slab, sequence.row, len(sequence.tokens) - 1
-        if held < slab.capacity:
-            return
-        larger = self._slab_for(held + 1)
-        larger.add(sequence)
-        larger.kv[:, :, sequence.row, :held] = slab.kv[:, :, row, :held]
-        new_row, sequence.row = sequence.row, row
-        slab.remove(sequence)
-        sequence.slab, sequence.row = larger, new_row
+        if held == slab.capacity:
+            self._slab_for(held + 1).add(sequence, slab.held(sequence, held))
+            slab.remove(sequence, row)
 
     def remove(self, sequence: Sequence) -> None:
         if sequence.slab is not None:
-            sequence.slab.remove(sequence)
+            sequence.slab.remove(sequence, sequence.row)
+            sequence.slab = None
 
     def clear(self) -> None:
-        """Forget all keys and values; the sequences stay, without a row."""
+        """Forget all rows; the sequences stay, without one."""
         for slab in self._slabs.values():
             for sequence in slab.sequences:
                 sequence.slab = None
         self._slabs.clear()
 
     def _slab_for(self, num_tokens: int) -> Slab:
-        capacity = max(SMALLEST, 1 << (num_tokens - 1).bit_length())
+        """With a free row."""
+        capacity = self.capacity(num_tokens)
         if capacity not in self._slabs:
             self._slabs[capacity] = Slab(capacity, self.shape, self.dtype, self.device)
-        return self._slabs[capacity]
+        slab = self._slabs[capacity]
+        used = len(slab.sequences)
+        if used == slab.num_rows:
+            more = max(used, 1) if self._fits(max(used, 1) * capacity) else 1
+            self._fit(more * capacity)
+            slab.resize(used + more)
+        return slab
+
+    def _fits(self, num_tokens: int) -> bool:
+        return self.num_tokens + num_tokens <= self._budget
+
+    def _fit(self, num_tokens: int) -> None:
+        """Give up the rows in reserve if so many tokens more need their memory."""
+        if not self._fits(num_tokens):
+            for slab in self._slabs.values():
+                slab.resize(len(slab.sequences))
+            assert self._fits(num_tokens), f"{self.num_tokens} + {num_tokens} tokens, budget {self._budget}"
 
 
 class _Rows:
@@ -151,35 +186,38 @@ class _Rows:
         self.slab, self.first, self.num, self.start = slab, first, num, start
         self.length = max(held) + 1
         self._even = min(held) == max(held)
-        self.index = torch.tensor([(first + i) * slab.capacity + n for i, n in enumerate(held)], device=device)
-        self._held = None if self._even else torch.tensor(held, device=device)[:, None]
+        self._held = torch.tensor(held, device=device)
+        heads = slab.kv[0].shape[2]
+        row_and_head = torch.arange(first * heads, (first + num) * heads, device=device).view(num, heads).t()
+        self._index = (row_and_head * slab.capacity + self._held).flatten()  # [H_kv · n]
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:  # q [n, H, D], k and v [n, H_kv, D] -> [n, H, D]
-        flat_k, flat_v = self.slab.flat[layer]
-        flat_k.index_copy_(0, self.index, k)
-        flat_v.index_copy_(0, self.index, v)
-        rows = slice(self.first, self.first + self.num)
+    ) -> Tensor:  # q [1, H, n, D], k and v [1, H_kv, n, D] -> [1, n, H, D]
+        dim, kv_heads = q.shape[3], k.shape[1]
         oldest = self.length - window if self._even and window is not None and window < self.length else 0
-        keys, values = (x[rows, :, oldest : self.length] for x in self.slab.rows[layer])
-        num, heads, dim = q.shape
-        grouped = q.view(num, keys.shape[1], heads // keys.shape[1], dim)  # the queries of a key head, as positions
+        seen = []
+        for cached, new in zip(self.slab.kv[layer], (k, v), strict=True):
+            cached.view(-1, dim).index_copy_(0, self._index, new.reshape(-1, dim))
+            seen.append(cached.narrow(0, self.first, self.num).narrow(2, oldest, self.length - oldest))
+        keys, values = seen
+        grouped = q.view(kv_heads, -1, self.num, dim).permute(2, 0, 1, 3)  # the queries of a key head, as positions
         mask = None if self._even else self._mask(window, q.dtype)
         if softcap is None:
             out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         else:
             scores = softcap * torch.tanh(grouped @ keys.transpose(2, 3) * (scale / softcap))
             out = (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32).to(q.dtype) @ values
-        return out.reshape(num, heads, dim)
+        return out.reshape(1, self.num, -1, dim)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if window not in self._masks:
-            column = torch.arange(self.length, device=self.index.device)
-            hidden = column > self._held
+            column = torch.arange(self.length, device=self._held.device)
+            held = self._held[:, None]
+            hidden = column > held
             if window is not None:
-                hidden |= column <= self._held - window
+                hidden |= column <= held - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
@@ -212,17 +250,13 @@ class StepAttention:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        queries, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, D]
         outs = []
-        for part in self._rows:
-            own = slice(part.start, part.start + part.num)
-            outs.append(part.attend(layer, queries[own], keys[own], values[own], scale, window, softcap))
+        for rows in self._rows:
+            own = (x if rows.num == x.shape[2] else x.narrow(2, rows.start, rows.num) for x in (q, k, v))
+            outs.append(rows.attend(layer, *own, scale, window, softcap))
         for prefix, begin, end, start in self._chunks:
-            own = slice(start, start + end - begin)
-            kept_k, kept_v = prefix.kv[0, layer], prefix.kv[1, layer]
-            kept_k[begin:end] = keys[own]
-            kept_v[begin:end] = values[own]
-            seen = (x[None, :end].transpose(1, 2) for x in (kept_k, kept_v))
-            out = causal_attention(q[:, :, own], *seen, scale=scale, window=window, softcap=softcap)
-            outs.append(out[0].transpose(0, 1))
-        return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
+            own, kept = slice(start, start + end - begin), prefix.kv[layer]
+            kept[0, :, begin:end], kept[1, :, begin:end] = k[0, :, own], v[0, :, own]
+            out = causal_attention(q[:, :, own], *kept[:, None, :, :end], scale=scale, window=window, softcap=softcap)
+            outs.append(out.transpose(1, 2))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

@@ -2,28 +2,32 @@
 
 Each step computes the next token of every running sequence and a bounded chunk of waiting prompts in one forward, then
 samples for all rows at once; requests join and leave between steps.  A prompt submitted several times under the same
-weights is computed once.  `load_weights` swaps pointers between two steps; running sequences go on, their keys and
+weights is computed once.  `load_weights` swaps weights between two steps; running sequences go on, their keys and
 values recomputed under the new weights (or kept, by option), so a token's version is the one that sampled it.
 Promises: a request's tokens depend on its seed, prompt and the weights, on its neighbours only by float rounding, and
-with `deterministic` not at all.  Knows nothing of the orchestrator, environments or trainer.
+with `deterministic` not at all; keys and values never take more memory than `kv_cache_bytes`.  Knows nothing of the
+orchestrator, environments or trainer.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmd_rl.engine.body import Body, Modules
 from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab, StepAttention
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.sampling import Uniforms, check_request, sample
-from spmd_rl.engine.weights import Weights
-from spmd_rl.model import Attend, Segments, head_weight, run_body, token_logprobs
+from spmd_rl.engine.weights import check_update
+from spmd_rl.model import Segments, token_logprobs
 from spmd_rl.types import Completion, Sampling
+from spmd_rl.weight_layout import manifest
 
 PREFIX_CACHE_TOKENS = 4096  # finished prompts are kept up to this many tokens, for members of a group that come later
 
@@ -40,6 +44,7 @@ class NativeEngine:
         max_seq_len: int = 4096,  # prompt and completion, in tokens
         prefill_budget: int = 512,  # prompt tokens computed per step
         kv_on_update: str = "recompute",  # "recompute" | "keep"
+        kv_cache_bytes: int = 0,  # for all keys and values; requests wait for room; 0: no bound but max_slots
         deterministic: bool = False,  # each sequence alone: bit-equal whatever else runs
         functional: bool = True,  # the short path for architectures that have one
     ) -> None:
@@ -55,18 +60,32 @@ class NativeEngine:
         self.num_steps = 0
         self.num_generated_tokens = 0
         self.num_prefill_tokens = 0
-        self._model = model
         self._device = device
+        self._specs = {spec.name: spec for spec in manifest(model)}
         self._vocab = config.vocab_size
         self._max_slots = max_slots
         self._max_seq_len = max_seq_len
         self._prefill_budget = prefill_budget
         self._recompute = kv_on_update == "recompute"
         self._deterministic = deterministic
-        self._weights = Weights(model, device)
-        self._short = LlamaBody(model, max_seq_len, device) if functional and LlamaBody.fits(model) else None
-        dtype = next(model.parameters()).dtype
-        self._cache = Cache(shape=(config.num_hidden_layers, heads, dim), dtype=dtype, device=device)
+        short = functional and LlamaBody.fits(model)
+        self._body: Body = LlamaBody(model, max_seq_len, device) if short else Modules(model)
+        shape = (config.num_hidden_layers, heads, dim)
+        self._kept_prompts = PREFIX_CACHE_TOKENS
+        self._row_budget = self._kv_budget = sys.maxsize
+        if kv_cache_bytes:
+            self._kv_budget = kv_cache_bytes // (2 * math.prod(shape) * model.dtype.itemsize)
+            self._kept_prompts = min(PREFIX_CACHE_TOKENS, max_seq_len)
+            # beside rows: prompts kept, one whose last chunk a step computes, one whose first, and all between these
+            self._row_budget = self._kv_budget - self._kept_prompts - 2 * max_seq_len - prefill_budget
+            least = self._kv_budget - self._row_budget + Cache.capacity(max_seq_len)
+            if least > self._kv_budget:
+                raise ValueError(
+                    f"a KV cache of {kv_cache_bytes} bytes holds {self._kv_budget} tokens, requests of "
+                    f"max_seq_len = {max_seq_len} tokens need {least}: a larger cache or a smaller max_seq_len"
+                )
+        self._cache = Cache(shape=shape, dtype=model.dtype, device=device, budget=self._kv_budget)
+        self._no_rows = torch.empty(0, config.hidden_size, dtype=model.dtype, device=device)
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: dict[int, Sequence] = {}
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by prompt; all under the loaded weights
@@ -124,9 +143,8 @@ class NativeEngine:
         return ended
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        self._weights.load(tensors)
-        if self._short is not None:
-            self._short.bind()
+        check_update(tensors, self._specs, self._device)
+        self._body.load(tensors)
         self.version = version
         self._prefixes.clear()
         self._jobs.clear()
@@ -142,7 +160,7 @@ class NativeEngine:
             raise ValueError(f"score of {len(token_ids)} tokens, max_seq_len is {self._max_seq_len}")
         ids = torch.as_tensor(np.asarray(token_ids, np.int64), device=self._device)
         hidden = self._body(ids, torch.arange(len(ids), device=self._device), Segments([0, len(ids)]))
-        logprobs, _ = token_logprobs(hidden[:-1], head_weight(self._model), ids[1:])
+        logprobs, _ = token_logprobs(hidden[:-1], self._body.head, ids[1:])
         return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
 
     def close(self) -> None:
@@ -150,14 +168,19 @@ class NativeEngine:
         self._running.clear()
         self._prefixes.clear()
         self._jobs.clear()
-        del self._cache, self._weights, self._model, self._short
+        del self._cache, self._body
 
     # requests
 
     def _admit(self) -> None:
+        """In order of arrival, while there are slots, and room for the longest rows that all may come to need."""
+        reserved = sum(_largest_row(s) for s in self._running.values())
         while self._waiting and len(self._running) < self._max_slots:
-            request_id, sequence = self._waiting.popitem(last=False)
-            self._running[request_id] = sequence
+            request_id, sequence = next(iter(self._waiting.items()))
+            reserved += _largest_row(sequence)
+            if reserved > self._row_budget:
+                break
+            self._running[request_id] = self._waiting.pop(request_id)
             self._queue_prompt(sequence)
 
     def _queue_prompt(self, sequence: Sequence) -> None:
@@ -169,7 +192,7 @@ class NativeEngine:
     def _prompt_prefix(self, prompt: list[int]) -> Prefix:
         key = np.asarray(prompt, np.int32).tobytes()
         if key not in self._prefixes:
-            self._prefixes[key] = self._cache.new_prefix(prompt)
+            self._prefixes[key] = Prefix(tokens=prompt)
             self._jobs.append(self._prefixes[key])
         self._prefixes.move_to_end(key)
         return self._prefixes[key]
@@ -179,13 +202,12 @@ class NativeEngine:
         """Queue the tokens so far of every started sequence; what a group shares is computed once."""
         prompts = Counter(tuple(s.tokens[: s.num_prompt]) for s in started)
         self._cache.clear()
-        for sequence in started:
-            job = self._cache.new_prefix(list(sequence.tokens))
-            job.waiting.append(sequence)
+        jobs = [Prefix(tokens=list(s.tokens), waiting=[s]) for s in started]
+        for job, sequence in zip(jobs, started, strict=True):
             prompt = tuple(sequence.tokens[: sequence.num_prompt])
             if prompts[prompt] > 1 and not self._deterministic:
-                job.base = self._prompt_prefix(list(prompt))
-            self._jobs.append(job)
+                job.base = self._prompt_prefix(list(prompt))  # before all that wait for it
+        self._jobs += jobs
 
     def _end_cancelled(self) -> list[tuple[int, Completion]]:
         ended = []
@@ -210,7 +232,7 @@ class NativeEngine:
     def _trim_prefixes(self) -> None:
         held = sum(len(p.tokens) for p in self._prefixes.values())
         for key, prefix in list(self._prefixes.items()):
-            if held <= PREFIX_CACHE_TOKENS:
+            if held <= self._kept_prompts:
                 break
             if prefix.last_hidden is not None:
                 held -= len(prefix.tokens)
@@ -222,11 +244,13 @@ class NativeEngine:
         """At most `prefill_budget` tokens in all; deterministic: cut at the same places whatever else runs."""
         chunks, budget = [], self._prefill_budget
         for job in self._jobs:
+            if job.base is not None and job.base.last_hidden is None:
+                break
+            if job.kv is None:
+                self._cache.open(job)
             if job.base is not None:
-                if job.base.last_hidden is None:
-                    continue
                 job.num_done = min(len(job.base.tokens), len(job.tokens) - 1)
-                job.kv[:, :, : job.num_done] = job.base.kv[:, :, : job.num_done]
+                job.kv[:, :, :, : job.num_done] = job.base.kv[:, :, :, : job.num_done]
                 job.base = None
             left = len(job.tokens) - job.num_done
             if self._deterministic and min(left, self._prefill_budget) > budget:
@@ -246,12 +270,12 @@ class NativeEngine:
         rows = [self._forward_together([row], []) for row in alone]
         for chunk in chunks:
             self._forward_together([], [chunk])
-        return torch.cat(rows) if rows else self._head.new_empty(0, self._head.shape[1])
+        return torch.cat(rows) if rows else self._no_rows
 
     def _forward_together(self, rows: list[tuple[Slab, int, int]], chunks: list[tuple[Prefix, int, int]]) -> Tensor:
         attention = StepAttention(rows, chunks, self._device)
         if not attention.token_ids:
-            return self._head.new_empty(0, self._head.shape[1])
+            return self._no_rows
         ids = torch.tensor(attention.token_ids, device=self._device)
         hidden = self._body(ids, torch.tensor(attention.positions, device=self._device), attention)
         row = num_decoding = sum(num for _, _, num in rows)
@@ -272,12 +296,12 @@ class NativeEngine:
         sequences = decoding + [s for p in ready for s in p.waiting]
         if not sequences:
             return []
-        states = torch.cat([hidden, *(p.last_hidden[None] for p in ready)])
+        states = torch.cat([hidden, *(p.last_hidden[None] for p in ready)]) if ready else hidden
         source = list(range(len(decoding))) + [len(decoding) + i for i, p in enumerate(ready) for _ in p.waiting]
         if self._deterministic:
-            logits = torch.cat([F.linear(state[None], self._head) for state in states])
+            logits = torch.cat([self._body.logits(state[None]) for state in states])
         else:
-            logits = F.linear(states, self._head)
+            logits = self._body.logits(states)
         if len(source) > len(states):
             logits = logits[torch.tensor(source, device=self._device)]
         samplings = [s.sampling for s in sequences]
@@ -305,14 +329,10 @@ class NativeEngine:
                 self._cache.start(sequence, prefix)
         return ended
 
-    def _body(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        if self._short is not None:
-            return self._short(ids, positions, attend)
-        return run_body(self._model, ids, positions, attend)
 
-    @property
-    def _head(self) -> Tensor:
-        return head_weight(self._model)
+def _largest_row(sequence: Sequence) -> int:
+    """Tokens of the last row that it may come to need; those of its last token are never held."""
+    return Cache.capacity(sequence.num_prompt + sequence.sampling.max_tokens - 1)
 
 
 def _reason(sequence: Sequence) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.types import Sampling
@@ -68,14 +69,16 @@ def sample(
     temperatures = [s.temperature or 1.0 for s in samplings]
     if any(t != 1.0 for t in temperatures):
         z = z / torch.tensor(temperatures, device=z.device)[:, None]
-    lse = z.logsumexp(-1)
+    top = z.amax(-1, keepdim=True)
+    weights = (z - top).exp_()
+    lse = weights.sum(-1).log_().add_(top[:, 0])
     greedy = [s.temperature == 0 for s in samplings]
     cut = [i for i, s in enumerate(samplings) if not greedy[i] and (s.top_p < 1 or s.top_k > 0)]
     if all(greedy):
         tokens = z.argmax(-1)
     else:
         u = torch.tensor(uniforms, dtype=torch.float64, device=z.device)
-        tokens = _invert(_softmax(z, lse), u) if len(cut) < len(samplings) else torch.zeros_like(lse, dtype=torch.long)
+        tokens = _invert(weights, u) if len(cut) < len(samplings) else torch.zeros_like(lse, dtype=torch.long)
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=z.device), z.argmax(-1), tokens)
         if cut:
@@ -84,26 +87,18 @@ def sample(
     return tokens, z.gather(1, tokens[:, None])[:, 0] - lse
 
 
-def _softmax(z: Tensor, lse: Tensor) -> Tensor:
-    """Probabilities, padded with zeros to whole blocks."""
-    num, vocab = z.shape
-    padded = vocab if vocab <= 4 * BLOCK else -(-vocab // BLOCK) * BLOCK
-    probs = z.new_empty(num, padded)
-    probs[:, vocab:] = 0
-    torch.sub(z, lse[:, None], out=probs[:, :vocab]).exp_()
-    return probs
-
-
-def _invert(probs: Tensor, u: Tensor) -> Tensor:
-    """The first index whose cumulative sum exceeds u times the total; float64 sums, never an entry of probability 0."""
-    num, width = probs.shape
+def _invert(weights: Tensor, u: Tensor) -> Tensor:
+    """The first index whose cumulative sum exceeds u times the total; float64 sums, never an entry of weight 0."""
+    num, width = weights.shape
     if width <= 4 * BLOCK:
-        return _first_above(probs, u)
-    blocks = probs.view(num, -1, BLOCK)
+        return _first_above(weights, u)
+    if width % BLOCK:
+        weights = F.pad(weights, (0, -width % BLOCK))
+    blocks = weights.view(num, -1, BLOCK)
     cdf = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     target = _below(u * cdf[:, -1], cdf[:, -1])
     block = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
-    every = torch.arange(num, device=probs.device)
+    every = torch.arange(num, device=weights.device)
     before = torch.where(block > 0, cdf[every, block - 1], 0.0)
     inner = blocks[every, block].cumsum(-1, dtype=torch.float64)
     within = torch.searchsorted(inner, _below(target - before, inner[:, -1])[:, None], right=True)[:, 0]

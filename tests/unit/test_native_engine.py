@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.sampling import Uniforms, sample
@@ -221,18 +223,21 @@ def test_kept_keys_belong_to_old_weights_but_a_new_sequence_never_sees_them(tmp_
     np.testing.assert_allclose(done[1].logprobs, _expected(new, prompt, done[1].token_ids), atol=1e-5)
 
 
-def test_an_update_keeps_the_tensors_and_a_tied_head_follows_its_embedding(tmp_path: Path) -> None:
-    save("smollm2", tmp_path)
-    weights = {name: p.detach().clone() for name, p in _weights(tmp_path).items()}
-    engine = _engine(tmp_path, weights)
+@pytest.mark.parametrize("functional", [True, False])
+def test_an_update_reaches_a_tied_head_and_a_refused_one_changes_nothing(functional: bool, tmp_path: Path) -> None:
+    save("smollm2", tmp_path / "old", seed=0)
+    new = load(save("smollm2", tmp_path / "new", seed=1))
+    engine = _engine(tmp_path / "old", functional=functional)
+    weights, tokens = dict(new.named_parameters()), _prompt(9)
     assert "lm_head.weight" not in weights
-    before = engine.score(_prompt(9)[:9])
-    assert engine._model.lm_head.weight.data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
+    before = engine.score(tokens)
     with pytest.raises(ValueError, match=r"unknown \['model.extra'\]"):
         engine.load_weights({**weights, "model.extra": torch.ones(1)}, 1)
     with pytest.raises(ValueError, match=r"model.norm.weight: \(31,\)"):
         engine.load_weights({**weights, "model.norm.weight": torch.ones(31)}, 1)
-    assert engine.version == 0 and len(before) == 9
+    assert engine.version == 0 and engine.score(tokens).tobytes() == before.tobytes()
+    engine.load_weights(weights, 1)
+    np.testing.assert_allclose(engine.score(tokens)[1:], _expected(new, tokens[:1], tokens[1:]), atol=1e-5)
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -321,8 +326,68 @@ def test_memory_follows_the_tokens_held(tmp_path: Path) -> None:
         engine.submit(i, _prompt(10), Sampling(max_tokens=20))
     for _ in range(10):
         engine.step()
-    rows = {slab.capacity: slab.kv.shape[2] for slab in engine._cache.slabs()}
+    rows = {slab.capacity: slab.num_rows for slab in engine._cache.slabs()}
     assert rows == {64: 8, 256: 1}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Weights]:
+    folder = save("llama", tmp_path_factory.mktemp("llama"))
+    return folder, _weights(folder)
+
+
+def _small_engine(small: tuple[Path, Weights], num_tokens: int, **options: bool) -> NativeEngine:
+    """With memory for so many tokens; a request of 60 needs 252: a row of 64, and 3 · 60 + 8 beside rows."""
+    room = {"max_seq_len": 60, "prefill_budget": 8, "kv_cache_bytes": num_tokens * TOKEN_BYTES}
+    return _engine(*small, **room, **options)
+
+
+TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values of 3 layers, 2 heads of 8 floats
+
+
+@given(
+    num_tokens=st.integers(252, 800),
+    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=12),
+    swap_at=st.integers(0, 20),
+    deterministic=st.booleans(),
+)
+@settings(max_examples=15)
+def test_keys_and_values_never_exceed_their_memory_and_every_request_is_served(
+    small: tuple[Path, Weights],
+    num_tokens: int,
+    requests: list[tuple[int, int, int]],
+    swap_at: int,
+    deterministic: bool,
+) -> None:
+    """Requests: length of the prompt, new tokens, step at which it comes; equal lengths are equal prompts."""
+    engine = _small_engine(small, num_tokens, deterministic=deterministic)
+    done: dict[int, Completion] = {}
+    for step in range(10_000):
+        for i, (length, max_tokens, at) in enumerate(requests):
+            if at == step:
+                engine.submit(i, _prompt(length), Sampling(max_tokens=max_tokens, seed=i))
+        done.update(engine.step())
+        assert engine._cache.num_tokens <= num_tokens
+        if step == swap_at:
+            engine.load_weights(small[1], 1)
+        if step > 30 and not engine.num_running and not engine.num_waiting:
+            break
+    assert {i: len(c.token_ids) for i, c in done.items()} == {i: n for i, (_, n, _) in enumerate(requests)}
+
+
+def test_requests_wait_for_memory_though_slots_are_free(small: tuple[Path, Weights]) -> None:
+    engine = _small_engine(small, 252 + 2 * 64)
+    for i in range(5):
+        engine.submit(i, _prompt(5 + i), Sampling(max_tokens=6))
+    engine.step()
+    assert (engine.num_running, engine.num_waiting) == (3, 2)  # a row of 64 for each
+    assert sorted(_run(engine)) == [0, 1, 2, 3, 4]
+
+
+def test_memory_in_which_not_even_one_request_fits_is_refused(small: tuple[Path, Weights]) -> None:
+    with pytest.raises(ValueError, match=r"holds 251 tokens, requests of max_seq_len = 60 tokens need 252"):
+        _small_engine(small, 251)
+    assert _small_engine(small, 252).num_running == 0
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])

@@ -1,0 +1,60 @@
+"""What turns tokens into hidden states and logits: the `transformers` modules of any architecture, or a shorter way.
+
+A body takes the tensors of an update by name, as in `named_parameters()`: a tied head arrives once, as the embedding.
+Knows nothing of versions, sequences or caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmd_rl.model import Attend, head_weight, run_body
+from spmd_rl.weight_layout import manifest
+
+
+class Body(Protocol):
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compute with these from now on: by reference, or copied where another layout is faster."""
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """[T], [T] -> hidden states [T, d] after the last norm."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, d] -> [n, V]."""
+
+    @property
+    def head(self) -> Tensor:
+        """[V, d] of the logits."""
+
+
+class Modules:
+    """The modules themselves, their parameters pointed at the tensors of an update."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {spec.name: [] for spec in manifest(model)}
+        names = {id(p): name for name, p in model.named_parameters()}
+        for module in model.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places[names[id(parameter)]].append((module, attribute))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, places in self._places.items():
+            parameter = nn.Parameter(tensors[name].detach(), requires_grad=False)
+            for module, attribute in places:
+                module._parameters[attribute] = parameter
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return run_body(self._model, token_ids, positions, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head)
+
+    @property
+    def head(self) -> Tensor:
+        return head_weight(self._model)
