@@ -173,7 +173,7 @@ class Inference:
     deterministic: bool = False
     """compute each sequence alone, so that nothing depends on what else is in the batch (native only)"""
     kv_cache_mib: int = 0
-    """KV cache of each rank with a vllm engine; 0: room for max_slots sequences of max_seq_len"""
+    """KV cache of each rank with an engine, MiB; requests wait for room; 0: enough for max_slots of max_seq_len"""
 
 
 @SETTINGS

@@ -6,11 +6,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from spmd_rl.config import Config
+from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
 from spmd_rl.low_rank import Lora
-from spmd_rl.model import build, engine_dtype, exact_dtype
+from spmd_rl.model import build, engine_dtype, exact_dtype, load_config
 from spmd_rl.run_dir import RunDir
 from spmd_rl.weight_adapter import AdapterReceiver
 from spmd_rl.weight_disk import DiskReceiver
@@ -35,6 +36,7 @@ def build_engine(config: Config, *, device: torch.device, group: ProcessGroup) -
             max_slots=inference.max_slots,
             max_seq_len=inference.max_seq_len,
             kv_on_update=inference.kv_on_update,
+            kv_cache_bytes=inference.kv_cache_mib << 20,
             deterministic=inference.deterministic,
         )
         return engine, specs
@@ -77,3 +79,14 @@ def check_engine(config: Config) -> None:
         from spmd_rl.engine.vllm import check_installed
 
         check_installed()
+
+
+def check_kv_cache(config: Config, device: torch.device) -> None:
+    """ValueError if one request's keys and values would not fit; vllm's own check comes with its start."""
+    if config.inference.engine == "native":
+        KvRoom.of(
+            load_config(config.model.path).get_text_config(),
+            dtype=engine_dtype(config.model.dtype, device),
+            num_bytes=config.inference.kv_cache_mib << 20,
+            max_seq_len=config.inference.max_seq_len,
+        )

@@ -11,8 +11,6 @@ orchestrator, environments or trainer.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 
@@ -22,14 +20,13 @@ from torch import Tensor, nn
 
 from spmd_rl.engine.body import Body, Modules
 from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab, StepAttention
+from spmd_rl.engine.kv_room import PREFILL_BUDGET, KvRoom, kv_shape
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.sampling import Uniforms, check_request, sample
 from spmd_rl.engine.weights import check_update
 from spmd_rl.model import Segments, token_logprobs
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weight_layout import manifest
-
-PREFIX_CACHE_TOKENS = 4096  # finished prompts are kept up to this many tokens, for members of a group that come later
 
 
 class NativeEngine:
@@ -42,7 +39,7 @@ class NativeEngine:
         device: torch.device,
         max_slots: int = 32,  # sequences computed at a time
         max_seq_len: int = 4096,  # prompt and completion, in tokens
-        prefill_budget: int = 512,  # prompt tokens computed per step
+        prefill_budget: int = PREFILL_BUDGET,  # prompt tokens computed per step
         kv_on_update: str = "recompute",  # "recompute" | "keep"
         kv_cache_bytes: int = 0,  # for all keys and values; requests wait for room; 0: no bound but max_slots
         deterministic: bool = False,  # each sequence alone: bit-equal whatever else runs
@@ -54,8 +51,6 @@ class NativeEngine:
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, is {value}")
         config = model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.version = -1
         self.num_steps = 0
         self.num_generated_tokens = 0
@@ -70,21 +65,14 @@ class NativeEngine:
         self._deterministic = deterministic
         short = functional and LlamaBody.fits(model)
         self._body: Body = LlamaBody(model, max_seq_len, device) if short else Modules(model)
-        shape = (config.num_hidden_layers, heads, dim)
-        self._kept_prompts = PREFIX_CACHE_TOKENS
-        self._row_budget = self._kv_budget = sys.maxsize
-        if kv_cache_bytes:
-            self._kv_budget = kv_cache_bytes // (2 * math.prod(shape) * model.dtype.itemsize)
-            self._kept_prompts = min(PREFIX_CACHE_TOKENS, max_seq_len)
-            # beside rows: prompts kept, one whose last chunk a step computes, one whose first, and all between these
-            self._row_budget = self._kv_budget - self._kept_prompts - 2 * max_seq_len - prefill_budget
-            least = self._kv_budget - self._row_budget + Cache.capacity(max_seq_len)
-            if least > self._kv_budget:
-                raise ValueError(
-                    f"a KV cache of {kv_cache_bytes} bytes holds {self._kv_budget} tokens, requests of "
-                    f"max_seq_len = {max_seq_len} tokens need {least}: a larger cache or a smaller max_seq_len"
-                )
-        self._cache = Cache(shape=shape, dtype=model.dtype, device=device, budget=self._kv_budget)
+        self._room = KvRoom.of(
+            config,
+            dtype=model.dtype,
+            num_bytes=kv_cache_bytes,
+            max_seq_len=max_seq_len,
+            prefill_budget=prefill_budget,
+        )
+        self._cache = Cache(shape=kv_shape(config), dtype=model.dtype, device=device, budget=self._room.total)
         self._no_rows = torch.empty(0, config.hidden_size, dtype=model.dtype, device=device)
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: dict[int, Sequence] = {}
@@ -104,7 +92,7 @@ class NativeEngine:
     @property
     def kv_used(self) -> float:
         held = sum(len(sequence.tokens) for sequence in list(self._running.values()))
-        return held / (self._max_slots * self._max_seq_len)
+        return held / min(self._max_slots * self._max_seq_len, self._room.total)
 
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
@@ -178,7 +166,7 @@ class NativeEngine:
         while self._waiting and len(self._running) < self._max_slots:
             request_id, sequence = next(iter(self._waiting.items()))
             reserved += _largest_row(sequence)
-            if reserved > self._row_budget:
+            if reserved > self._room.rows:
                 break
             self._running[request_id] = self._waiting.pop(request_id)
             self._queue_prompt(sequence)
@@ -232,7 +220,7 @@ class NativeEngine:
     def _trim_prefixes(self) -> None:
         held = sum(len(p.tokens) for p in self._prefixes.values())
         for key, prefix in list(self._prefixes.items()):
-            if held <= self._kept_prompts:
+            if held <= self._room.kept:
                 break
             if prefix.last_hidden is not None:
                 held -= len(prefix.tokens)

@@ -385,7 +385,7 @@ def test_requests_wait_for_memory_though_slots_are_free(small: tuple[Path, Weigh
 
 
 def test_memory_in_which_not_even_one_request_fits_is_refused(small: tuple[Path, Weights]) -> None:
-    with pytest.raises(ValueError, match=r"holds 251 tokens, requests of max_seq_len = 60 tokens need 252"):
+    with pytest.raises(ValueError, match=r"holds 251 tokens, a request of max_seq_len = 60 needs room for 252"):
         _small_engine(small, 251)
     assert _small_engine(small, 252).num_running == 0
 

@@ -1,0 +1,57 @@
+"""How the memory for keys and values is shared out, so that nothing ever asks for more than there is.
+
+A running request is sure of the longest row that it may come to need; others wait.  Beside the rows there is room for
+prompts that are kept and for those that one step computes, which it holds twice until their rows are filled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from spmd_rl.engine.cache import Cache
+
+KEPT_PROMPTS = 4096  # tokens of finished prompts that are kept for members of a group that come later
+PREFILL_BUDGET = 512  # prompt tokens computed per step
+
+
+def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Layers, key heads, width of a head."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, heads, dim
+
+
+@dataclass(frozen=True, slots=True)
+class KvRoom:
+    """In tokens."""
+
+    total: int
+    rows: int  # of running requests
+    kept: int  # finished prompts
+
+    @classmethod
+    def of(
+        cls,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype,
+        num_bytes: int,  # 0: no bound
+        max_seq_len: int,
+        prefill_budget: int = PREFILL_BUDGET,
+    ) -> KvRoom:
+        """ValueError if not one request of max_seq_len fits."""
+        total = num_bytes // (2 * math.prod(kv_shape(config)) * dtype.itemsize) if num_bytes else 1 << 62
+        kept = min(KEPT_PROMPTS, max_seq_len) if num_bytes else KEPT_PROMPTS
+        # one prompt whose last chunk a step computes, one whose first chunk, and those between
+        rows = total - kept - 2 * max_seq_len - prefill_budget
+        if rows < (row := Cache.capacity(max_seq_len)):
+            raise ValueError(
+                f"a KV cache of {num_bytes / 2**20:.1f} MiB holds {total} tokens, a request of max_seq_len = "
+                f"{max_seq_len} needs room for {total - rows + row}: raise inference.kv_cache_mib or lower "
+                "inference.max_seq_len"
+            )
+        return cls(total=total, rows=rows, kept=kept)
