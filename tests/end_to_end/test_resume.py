@@ -63,7 +63,8 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path, lora):
     (tmp_path / "cut" / "evals" / "eval_3.json").unlink()
     with LiveJob(tmp_path / "cut", *settings) as job:
         assert job.wait() == 0, job.output
-        assert "engines hold the weights of version 3 again, by checksum" in job.output
+        again = "engines hold the weights of version 3 again, by checksum"
+        assert (again in job.output) == (not lora)  # another machine may merge to other bits
     assert_whole(tmp_path / "cut", num_steps=6, max_staleness=0)
     assert trained_tickets(tmp_path / "cut") == trained_tickets(tmp_path / "whole")
     for name in ("trainer/loss", "trainer/grad_norm", "reward"):
