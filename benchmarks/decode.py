@@ -77,9 +77,9 @@ def generate_step_s(model: torch.nn.Module, prompts: np.ndarray, num_steps: int)
     return (run(num_steps + 1) - first) / num_steps
 
 
-def measure(shape: str, batches: list[int], repeats: int, read_rate: float, multiply_rate: float) -> list[dict]:
-    (vocab, width, inner, layers, heads, key_heads), num_steps = SHAPES[shape]
-    config = LlamaConfig(
+def config_of(shape: str) -> LlamaConfig:
+    (vocab, width, inner, layers, heads, key_heads), _ = SHAPES[shape]
+    return LlamaConfig(
         vocab_size=vocab,
         hidden_size=width,
         intermediate_size=inner,
@@ -91,6 +91,10 @@ def measure(shape: str, batches: list[int], repeats: int, read_rate: float, mult
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def measure(shape: str, batches: list[int], repeats: int, read_rate: float, multiply_rate: float) -> list[dict]:
+    config, num_steps = config_of(shape), SHAPES[shape][1]
     plain = AutoModelForCausalLM.from_config(config).eval()
     num_parameters = sum(p.numel() for p in plain.parameters())
     engines = {}
@@ -105,7 +109,7 @@ def measure(shape: str, batches: list[int], repeats: int, read_rate: float, mult
             engines[name] = engine
     rows = []
     for batch in batches:
-        prompts = np.random.default_rng(0).integers(0, vocab, (batch, PROMPT)).astype(np.int32)
+        prompts = np.random.default_rng(0).integers(0, config.vocab_size, (batch, PROMPT)).astype(np.int32)
         ways = {name: partial(native_step_s, engine, prompts, num_steps) for name, engine in engines.items()}
         ways["generate"] = partial(generate_step_s, plain, prompts, num_steps)
         steps: dict[str, list[float]] = {name: [] for name in ways}

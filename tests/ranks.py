@@ -54,6 +54,7 @@ def run_worlds(
     tensor_parallel: int = 1,
     context_parallel: int = 1,
     engine_on_rank0: bool = True,
+    gpus: bool = False,  # ranks see them
     timeout_s: float = 60.0,
 ) -> list[Any]:
     """Call `fn(world, *args)` on every rank of a joined world; returns what each rank returned."""
@@ -65,7 +66,7 @@ def run_worlds(
         "context_parallel": context_parallel,
         "engine_on_rank0": engine_on_rank0,
     }
-    return _run(_with_world, fn, num_inference + num_trainers, args, topology, timeout_s)
+    return _run(_with_world, fn, num_inference + num_trainers, args, topology, timeout_s, gpus=gpus)
 
 
 def run_processes(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -101,10 +102,12 @@ def _child(
     args: tuple,
     topology: dict,
     timeout_s: float,
+    gpus: bool,
     answer: Connection,
 ) -> None:
     os.environ |= {
         **_ENVIRONMENT,
+        **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -150,6 +153,8 @@ def _run(
     args: tuple,
     topology: dict,
     timeout_s: float,
+    *,
+    gpus: bool = False,
 ) -> list[Any]:
     import torch.distributed as dist
 
@@ -162,7 +167,7 @@ def _run(
         answer, far_end = context.Pipe(duplex=False)
         process = context.Process(
             target=_child,
-            args=(start, fn, rank, num_ranks, store.port, args, topology, timeout_s, far_end),
+            args=(start, fn, rank, num_ranks, store.port, args, topology, timeout_s, gpus, far_end),
             daemon=True,
         )
         process.start()

@@ -1,0 +1,49 @@
+"""Between GPUs: what the tests over gloo do (tests/multirank, tests/end_to_end, tests/vllm), here over NCCL."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.end_to_end.jobs import run
+from tests.multirank.test_weight_sync import sends_deltas, trains_and_decodes
+from tests.ranks import run_worlds
+from tests.vllm.loop import compared
+
+pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
+
+
+def on(num: int, *values: object) -> object:
+    """A case for machines with so many GPUs."""
+    return pytest.param(*values, marks=pytest.mark.skipif(num > GPUS, reason=f"needs {num} GPUs, torch sees {GPUS}"))
+
+
+@pytest.mark.parametrize(("side", "in_place"), [on(2, 1, False), on(2, 1, True), on(4, 2, False), on(4, 2, True)])
+def test_engines_get_every_version_to_the_bit_over_nccl(side, in_place):
+    run_worlds(trains_and_decodes, side, side, torch.bfloat16, 5, in_place, "nccl", gpus=True)
+
+
+@pytest.mark.parametrize("side", [on(2, 1), on(4, 2)])
+def test_deltas_leave_every_version_to_the_bit_over_nccl(side):
+    run_worlds(sends_deltas, side, side, torch.bfloat16, False, "nccl", gpus=True)
+
+
+@pytest.mark.parametrize(
+    ("side", "backend"), [on(1, 1, "gloo through pinned host memory"), on(2, 1, "nccl"), on(4, 2, "nccl")]
+)
+def test_a_run_takes_nccl_where_every_rank_has_a_gpu(tmp_path, side, backend):
+    if side == 1 and backend != "nccl" and GPUS > 1:
+        pytest.skip("with one GPU only do two ranks share it")
+    topology = [f"topology.inference={side}", f"topology.trainer={side}"]
+    job = run("tiny_cpu.toml", tmp_path / "run", *topology, "run.steps=4", "eval.every=-1", num_ranks=2 * side)
+    assert job.code == 0, job.output
+    assert f"weights {backend}" in job.output
+    assert job.summary["version"] == 4 and job.summary["probe_kl_max"] < 1e-2  # bfloat16 on both sides
+
+
+@pytest.mark.parametrize("num_gpus", [on(2, 2)])
+def test_an_engine_of_vllm_on_two_gpus_samples_from_the_version_that_it_names(tmp_path, num_gpus):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    errors, others, seen = compared(tmp_path, "inference.tensor_parallel=2")
+    assert len(errors) > 300 and len(seen) >= 2
+    assert np.mean(errors) < 0.1 * np.mean(others)
