@@ -1,5 +1,8 @@
 """SIGTERM and SIGINT: the first asks the run to stop, the second ends this process at once.
 
+One stop comes as several signals where a cluster manager signals every process and torchrun passes its own on, or tells
+one node sooner than another: what comes within `same_s` of the first is the first.
+
 Works also while the main thread cannot be interrupted.  `shutdown_s` after the first the process ends whatever hangs.
 Knows nothing of what stopping means.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from spmd_rl.liveness import SignalWatch
@@ -16,9 +20,10 @@ from spmd_rl.liveness import SignalWatch
 class StopSignals:
     """To be made in the main thread.  `code` is 0 until a signal has come, 128 + its number from then on."""
 
-    def __init__(self, *, shutdown_s: float, end: Callable[[int], None]) -> None:
+    def __init__(self, *, shutdown_s: float, end: Callable[[int], None], same_s: float = 3.0) -> None:
         self.code = 0
-        self._shutdown_s, self._end = shutdown_s, end
+        self._shutdown_s, self._end, self._same_s = shutdown_s, end, same_s
+        self._first = 0.0  # when it came
         self._lock = threading.Lock()
         self._asked: Callable[[int], None] = lambda number: None
         self._watch = SignalWatch(received=self._received)
@@ -36,7 +41,7 @@ class StopSignals:
         with self._lock:
             if self.code:
                 return False
-            self.code, asked = 128 + number, self._asked
+            self.code, asked, self._first = 128 + number, self._asked, time.monotonic()
         timer = threading.Timer(self._shutdown_s, self._too_late)
         timer.daemon = True
         timer.start()
@@ -48,7 +53,7 @@ class StopSignals:
         self._watch.close()
 
     def _received(self, number: int) -> None:
-        if not self.ask(number):
+        if not self.ask(number) and time.monotonic() - self._first >= self._same_s:
             self._end(128 + number)
 
     def _too_late(self) -> None:

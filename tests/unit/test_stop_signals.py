@@ -14,7 +14,7 @@ LIMIT_S = 30.0
 @pytest.fixture
 def signals():
     ends: queue.Queue[int] = queue.Queue()
-    made = StopSignals(shutdown_s=3600.0, end=ends.put)
+    made = StopSignals(shutdown_s=3600.0, end=ends.put, same_s=0.0)
     made.ends = ends
     yield made
     made.close()
@@ -30,6 +30,18 @@ def test_the_first_asks_and_the_second_ends_the_process(signals):
     assert signals.ends.get(timeout=LIMIT_S) == 130
     assert signals.code == 143
     assert asked.empty()
+
+
+def test_what_comes_at_once_after_the_first_is_the_same_stop():
+    ends: queue.Queue[int] = queue.Queue()
+    asked: queue.Queue[int] = queue.Queue()
+    signals = StopSignals(shutdown_s=3600.0, end=ends.put, same_s=3600.0)
+    signals.on_first(asked.put)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert asked.get(timeout=LIMIT_S) == signal.SIGTERM
+    os.kill(os.getpid(), signal.SIGTERM)
+    signals.close()  # once all that came has been heard
+    assert asked.empty() and ends.empty()
 
 
 def test_a_signal_that_came_before_anybody_listened_is_told(signals):
