@@ -78,8 +78,9 @@ def test_a_signal_to_all_nodes_stops_the_run_with_a_checkpoint(nodes, tmp_path):
         nodes.start(1, run_dir, "run.steps=1000") as second,
     ):
         first.wait_for(r"step +3/")
-        for job in (first, second):
-            job.send(signal.SIGTERM)
+        second.send(signal.SIGTERM)
+        first.wait_for("stopping on SIGTERM")  # by word of the other, before its own signal
+        first.send(signal.SIGTERM)
         assert first.wait() != 0
         assert second.wait() != 0
     assert "starting again" not in first.output + second.output
