@@ -150,3 +150,33 @@ def test_the_package_itself_plays_with_the_policy(tmp_path, monkeypatch):
     rollout = play(env, json_again(next(env.tasks(0, "train"))), Says(tokenizer, *turns))
     assert (rollout.reward, rollout.reward_parts["said"], rollout.segments) == (0.5, 1.0, [])
     assert trained_text(tokenizer, rollout) == "".join(turns)
+
+
+ENDLESS = """
+import verifiers.v1 as vf
+__all__ = ["Sums"]
+
+class Sums(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self):
+        i = 0
+        while True:
+            yield vf.Task(vf.TaskData(prompt=f"{i % 50}+1="), self.config.task)
+            i += 1
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers 0.3 or later is not installed")
+def test_tasks_without_end_are_held_out_by_what_they_ask(tmp_path, monkeypatch):
+    if hasattr(pytest.importorskip("verifiers"), "load_environment"):
+        pytest.skip("a verifiers before 0.3")
+    (tmp_path / "endless_sums.py").write_text(ENDLESS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[2]}")
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    env, _ = environment(tmp_path, name="endless-sums", settings={"agent": agent})
+    train, evaluated = (
+        {task.data["row"]["prompt"] for task in islice(env.tasks(0, split), num)}
+        for split, num in (("train", 120), ("eval", 30))
+    )
+    assert len(train) > 30 and len(evaluated) > 3 and not train & evaluated
