@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,18 @@ class Adapted(Protocol):
         ...
 
 
+class _RubricErrors(logging.Handler):
+    """The package logs a reward function that raises, and scores a 0: here it is no reward."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+        logging.getLogger("verifiers.rubrics").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 class _Classic:
     """verifiers 0.1 and 0.2."""
 
@@ -41,6 +54,7 @@ class _Classic:
         self._env = verifiers.load_environment(name, **settings)
         if self._env.requires_group_rollouts:
             raise ValueError("it scores the rollouts of a group together, here each is scored alone")
+        self._rubric_errors = _RubricErrors()
 
     def rows(self, split: str) -> tuple[dict[str, bool], Iterable[Mapping[str, Any]]]:
         own = self._env.build_eval_dataset() if split == "eval" else None
@@ -50,6 +64,7 @@ class _Classic:
         from verifiers.clients import resolve_client
         from verifiers.types import ClientConfig
 
+        self._rubric_errors.said.clear()
         client = resolve_client(ClientConfig(api_base_url=url, api_key_var=NO_KEY, max_retries=0))
         try:
             output = await self._env.run_rollout(dict(row), client, MODEL, {})
@@ -58,6 +73,8 @@ class _Classic:
         error = output.get("error")
         if error and error["error"] != "EmptyModelResponseError":  # a model may say nothing; that was scored
             raise RuntimeError(error["error_chain_str"])
+        if self._rubric_errors.said:
+            raise RuntimeError(self._rubric_errors.said[0])
         return {**(output.get("metrics") or {}), "reward": output["reward"]}
 
 

@@ -62,11 +62,12 @@ def json_again(task):
 
 
 def test_a_reply_of_nothing_is_scored_and_an_error_is_no_reward(make):
-    (env, tokenizer), (other, _) = make(), make()
+    env, tokenizer = make()
     task = next(env.tasks(0, "train"))
     assert play(env, task, Says(tokenizer, "<|end|>")).reward == 0.0
-    with pytest.raises(RuntimeError, match="Mine -> broken"):
-        play(other, task, Says(tokenizer, "!<|end|>"))
+    for reply, message in (("!", "Mine -> broken"), ("?", "Error calling reward function right: oh")):
+        with pytest.raises(RuntimeError, match=message):
+            play(make()[0], task, Says(tokenizer, f"{reply}<|end|>"))
 
 
 def test_an_episode_that_hangs_is_killed(make):
@@ -109,7 +110,7 @@ import verifiers as vf
 from datasets import Dataset
 
 def said(completion):
-    return float(completion[-1]["content"] == "4") if completion else 0.0
+    return float(int(completion[-1]["content"]) == 4)
 
 def look(number: int) -> str:
     '''Look it up.'''
@@ -126,7 +127,7 @@ __all__ = ["Sums"]
 class Sum(vf.Task[vf.TaskData]):
     @vf.reward(weight=0.5)
     async def said(self, trace: vf.Trace) -> float:
-        return float(trace.branches[0].messages[-1].content == "4")
+        return float(int(trace.branches[0].messages[-1].content) == 4)
 
 class Config(vf.TasksetConfig):
     num: int = 0
@@ -150,6 +151,9 @@ def test_the_package_itself_plays_with_the_policy(tmp_path, monkeypatch):
     rollout = play(env, json_again(next(env.tasks(0, "train"))), Says(tokenizer, *turns))
     assert (rollout.reward, rollout.reward_parts["said"], rollout.segments) == (0.5, 1.0, [])
     assert trained_text(tokenizer, rollout) == "".join(turns)
+    other, _ = environment(tmp_path, name="two-and-two", settings=settings, timeout_s=300.0)
+    with pytest.raises(RuntimeError, match="invalid literal for int"):
+        play(other, next(other.tasks(0, "train")), Says(tokenizer, "four<|end|>"))
 
 
 ENDLESS = """

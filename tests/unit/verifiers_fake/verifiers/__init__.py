@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import time
 
 from verifiers.clients import ask
@@ -45,5 +46,7 @@ class Words:
             said = {"error": "EmptyModelResponseError", "error_chain_str": "EmptyModelResponseError"}
         else:
             said = {"error": "Mine", "error_chain_str": "Mine -> broken"} if message["content"] == "!" else None
+        if message["content"] == "?":
+            logging.getLogger("verifiers.rubrics.rubric.Rubric").error("Error calling reward function right: oh")
         right = float(message["content"] == row["answer"])
         return {"reward": 0.5 * right, "metrics": {"right": right, "calls": calls}, "error": said}
