@@ -8,6 +8,7 @@ from torch import Tensor
 
 from spmd_rl import config
 from spmd_rl.advantages import ADVANTAGES
+from spmd_rl.make_trainer import make_objective
 from spmd_rl.objective import AGGREGATIONS, KL_PLACES, Objective, Sums
 from spmd_rl.objective.corrections import CORRECTIONS, LEVELS, REJECTIONS, Correction
 from spmd_rl.objective.losses import KLS, LOSSES, Limits, Rows, k3
@@ -240,6 +241,13 @@ def test_kl_to_the_reference_in_the_reward_is_paid_by_the_tokens_before_it() -> 
     batch = rows([-1.0, -1.0, -1.0], advantages=[1.0, 1.0, 2.0], sequence=[0, 0, 1])
     result = run(batch, "reinforce", correction=NONE, reference=[-1.5, -2.0, -0.75], kl_coefficient=0.1, kl_in="reward")
     assert gradient(batch, result) == pytest.approx([-(1 - 0.15), -(1 - 0.1), -(2 + 0.025)])
+
+
+@pytest.mark.parametrize(("advantage", "coefficient"), [("rloo", 0.1), ("gae", 0.0)])
+def test_a_kl_in_the_reward_is_paid_once_by_the_critic_where_there_is_one(advantage: str, coefficient: float) -> None:
+    trainer = {"advantage": advantage, "kl_in": "reward", "kl_coefficient": 0.1}
+    chosen = config.from_tree({"model": {"path": "x"}, "env": {"a": {"path": "m:C"}}, "trainer": trainer})
+    assert make_objective(chosen).kl_coefficient == coefficient
 
 
 @pytest.mark.parametrize("name", LOSSES)
