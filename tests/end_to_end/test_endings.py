@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from contextlib import suppress
 
 import pytest
@@ -80,6 +81,35 @@ def test_what_hangs_is_saved_as_unfinished_and_runs_again(tmp_path, on_update, e
     with LiveJob(tmp_path, *settings, f"run.steps={version + 4}") as job:
         assert job.wait() == 0, job.output
     assert_whole(tmp_path, num_steps=version + 4, max_staleness=4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["reward", "engine", "collective", "disk"])
+def test_nothing_that_hangs_holds_a_stop_longer_than_its_window(tmp_path, what):
+    """A reward that blocks the event loop, an engine's step, a trainer that the others wait for, a file."""
+    window = ["run.shutdown_s=6", "run.steps=1000", "eval.every=-1", "topology.trainer=2", "checkpoint.every=10"]
+    hangs = {
+        "reward": failing("block", each=300),
+        "engine": ["engine:0:hang"],
+        "collective": ["loss:2:hang"],
+        "disk": [],
+    }
+    with LiveJob(tmp_path, *window, *hangs[what], ranks=3, module="tests.end_to_end.misbehaving") as job:
+        if what == "disk":
+            job.wait_for(r"step +1/")
+            folder = checkpoint.aside(tmp_path / "checkpoints", 10) / "trainer"
+            folder.mkdir(parents=True)
+            os.mkfifo(folder / "__0_0.distcp")  # opening it to write waits for a reader
+        job.wait_for("step +12/" if what == "disk" else "hanging")
+        job.send(signal.SIGTERM)
+        start = time.monotonic()
+        assert job.wait() == 1, job.output
+        print(f"{what}: gone {time.monotonic() - start:.1f} s after the signal")
+        assert time.monotonic() - start < 6.0 + 5.0 + 10.0
+        said = "ending at once: 11 s after" if what == "reward" else "run.shutdown_s = 6 s were not enough"
+        assert said in job.output, job.output
+    assert not job.left
+    assert checkpoint.newest(tmp_path / "checkpoints") is None  # nothing incomplete was made to look complete
 
 
 def test_what_cannot_be_resumed_is_refused_by_path_and_reason(tmp_path):

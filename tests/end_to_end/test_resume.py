@@ -1,5 +1,6 @@
 """Stopped, killed and resumed runs lose nothing and repeat nothing."""
 
+import json
 import random
 import shutil
 import signal
@@ -105,17 +106,21 @@ def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path):
 
 @pytest.mark.full
 def test_ten_kills_at_random_times_cost_nothing_but_time(tmp_path):
-    rng = random.Random(0)
-    settings = [
-        "run.steps=300",
-        "checkpoint.every=2",
-        "eval.every=-1",
-        "topology.trainer=2",
-    ]  # more than ten lives make
+    """100 steps of 8 prompts are four epochs of 200: in each every prompt's group is trained once."""
+    rng, start = random.Random(0), 0
+    settings = ["run.steps=100", "checkpoint.every=2", "eval.every=-1", "topology.trainer=2"]
+    settings += ["env.fraction.path=tests.end_to_end.failing_env:Epochs"]
     with LiveJob(tmp_path, *settings, ranks=3, max_restarts=10) as job:
-        for start in range(1, 11):
-            job.wait_for("age bound:" if start == 1 else f"start number {start}$")
-            time.sleep(rng.uniform(0.0, 6.0))  # wherever it is by then: building, training, saving
+        for life in range(1, 11):
+            job.wait_for("age bound:", after=start)
+            if life % 2:
+                job.wait_for("^step ", after=start)  # in the midst of training, or of saving
+            time.sleep(rng.uniform(0.0, 1.5 if life % 2 else 3.0))  # else wherever it is by then
+            start = len(job.lines)
             job.send(signal.SIGKILL, rank=rng.randrange(3))
         assert job.wait(limit_s=300.0) == 0, job.output
-    assert_whole(tmp_path, num_steps=300)
+        assert "start number 11" in job.output
+    assert_whole(tmp_path, num_steps=100)
+    paths = sorted((tmp_path / "batches").glob("step_*.json"))
+    trained = {r["ticket"]: r["task_id"] for path in paths for r in json.loads(path.read_text())["rollouts"]}
+    assert trained == {ticket: str(ticket // 8 % 200) for ticket in range(4 * 200 * 8)}
