@@ -55,7 +55,7 @@ class Nodes:
     def __exit__(self, *error: object) -> None:
         for index, name in enumerate(self._names):
             with suppress(FileNotFoundError, subprocess.CalledProcessError):
-                self.kill(index)
+                self.kill(index, ranks=True)
                 _ip("netns", "del", name)  # and its end of the cable
 
     def start(self, index: int, run_dir: Path, *settings: str, **environment: str) -> LiveJob:
@@ -69,10 +69,12 @@ class Nodes:
         words = (f"{name}={value}" for name, value in variables.items())
         return LiveJob(run_dir, *settings, script=(*enter, *words, str(ROOT / "launch/multi_node.sh")))
 
-    def kill(self, index: int) -> None:
-        """The power is out on a node."""
+    def kill(self, index: int, *, ranks: bool = False) -> None:
+        """Script and torchrun of a node; ranks go with them by themselves."""
         for pid in _ip("netns", "pids", self._names[index]).split():
-            with suppress(ProcessLookupError):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if not ranks and "\0RANK=" in Path(f"/proc/{pid}/environ").read_text():
+                    continue
                 os.kill(int(pid), signal.SIGKILL)
 
     def cut(self, how: str) -> None:

@@ -44,16 +44,6 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_stays(tmp_path):
     checkpoint.verify(folder)
 
 
-@pytest.mark.full
-def test_no_rank_outlives_a_killed_torchrun(tmp_path):
-    with LiveJob(tmp_path, "run.steps=1000") as job:
-        job.wait_for(r"step +1/")
-        assert len(job.left) >= 3
-        job.send(signal.SIGKILL)
-        assert job.wait(limit_s=GONE_S) == -signal.SIGKILL
-        assert job.left == []
-
-
 def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path):
     with LiveJob(tmp_path, "eval.every=-1", *failing("raise")) as job:
         job.wait_for("run failed")
