@@ -1,11 +1,13 @@
-"""Decode speed: the native engine, `transformers.generate` and the machine's limit, in tokens per second, as JSON.
+"""Decode speed: native engine, `transformers.generate`, vLLM and the machine's limit, in tokens per second, as JSON.
 
-    OMP_NUM_THREADS=1 python benchmarks/decode.py [--shapes tiny 10m smollm2] [--batches 1 8 32] [--repeats 3]
+    OMP_NUM_THREADS=1 python benchmarks/decode.py [--quick] [--vllm-python PATH] [--shapes 10m smollm2] [--repeats 3]
 
-Random weights, fp32, prompts of 16 tokens, sampling at temperature 1; only decode steps are counted, prompts are not.
-The ways take turns, repeat by repeat, and each reports its median.  The limit of a step is the longer of reading all
-weights once (at the rate of this machine's matrix-vector product) and multiplying them (at the rate of its
-matrix-matrix product); weights that fit the processor's caches may beat it.
+Random weights, fp32, prompts of 16 tokens, sampling at temperature 1.  `rows`: decode steps at fixed batches; prompts
+are not counted.  `mix`: requests of lognormal lengths, all there at the start, on 32 slots; `generate` computes them 32
+at a time, padded to the longest, and only tokens that were asked for count.  The ways take turns, repeat by repeat, and
+each reports its median.  The limit of a step is the longer of reading all weights once (at the rate of this machine's
+matrix-vector product) and multiplying them (at the rate of its matrix-matrix product), measured in the same turns, the
+best counts; weights that fit the processor's caches may beat it.  vLLM runs in a process of the Python given.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,14 +31,14 @@ from spmd_rl.model import build
 from spmd_rl.types import Sampling
 
 SHAPES = {  # vocabulary, width, feed-forward width, layers, heads, key heads; decode steps per measurement
-    "tiny": ((67, 128, 320, 2, 4, 2), 100),
-    "10m": ((4096, 320, 864, 8, 5, 5), 20),
-    "smollm2": ((49152, 576, 1536, 30, 9, 3), 4),
+    "10m": ((4096, 320, 864, 8, 5, 5), 30),
+    "smollm2": ((49152, 576, 1536, 30, 9, 3), 5),
 }
-PROMPT = 16
+PROMPT, SLOTS = 16, 32
+MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 16, 1.0, 256  # of the mix: 26 tokens a request, 120 the longest of 32
 
 
-def best_rate(work: Callable[[], object], amount: float, seconds: float = 1.0) -> float:
+def best_rate(work: Callable[[], object], amount: float, seconds: float = 0.5) -> float:
     """Amount per second, best call within some seconds."""
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
@@ -50,36 +54,10 @@ def machine() -> tuple[float, float]:
     return best_rate(lambda: large @ vector, large.nbytes), best_rate(lambda: square @ square, 2 * 768**3)
 
 
-def native_step_s(engine: NativeEngine, prompts: np.ndarray, num_steps: int) -> float:
-    for i, prompt in enumerate(prompts):
-        engine.submit(i, prompt, Sampling(max_tokens=num_steps + 1, seed=i))
-    while engine.num_waiting or engine.num_generated_tokens % len(prompts) or not engine.num_generated_tokens:
-        engine.step()  # until every sequence has its first token
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        engine.step()
-    elapsed = time.perf_counter() - start
-    assert engine.num_running == 0, f"{engine.num_running} sequences left"
-    engine.num_generated_tokens = 0
-    return elapsed / num_steps
-
-
-def generate_step_s(model: torch.nn.Module, prompts: np.ndarray, num_steps: int) -> float:
-    ids = torch.from_numpy(prompts).long()
-
-    def run(num_tokens: int) -> float:
-        start = time.perf_counter()
-        mask = torch.ones_like(ids)
-        model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=True, top_k=0, pad_token_id=0)
-        return time.perf_counter() - start
-
-    first = run(1)
-    return (run(num_steps + 1) - first) / num_steps
-
-
 def config_of(shape: str) -> LlamaConfig:
     (vocab, width, inner, layers, heads, key_heads), _ = SHAPES[shape]
     return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
         vocab_size=vocab,
         hidden_size=width,
         intermediate_size=inner,
@@ -90,56 +68,154 @@ def config_of(shape: str) -> LlamaConfig:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
+        dtype="float32",
     )
 
 
-def measure(shape: str, batches: list[int], repeats: int, read_rate: float, multiply_rate: float) -> list[dict]:
-    config, num_steps = config_of(shape), SHAPES[shape][1]
-    plain = AutoModelForCausalLM.from_config(config).eval()
-    num_parameters = sum(p.numel() for p in plain.parameters())
-    engines = {}
-    with tempfile.TemporaryDirectory() as folder:
+class Contest:
+    """The ways to decode one random model."""
+
+    def __init__(self, shape: str, folder: str, vllm_python: str | None) -> None:
+        config, self.num_steps = config_of(shape), SHAPES[shape][1]
+        self.vocab = config.vocab_size
         config.save_pretrained(folder)
-        for name, functional in (("native", True), ("native_modules", False)):
-            model = build(folder, device="cpu", dtype=torch.float32, weights=False)
-            engine = NativeEngine(
-                model=model, device=torch.device("cpu"), max_slots=max(batches), max_seq_len=512, functional=functional
+        self._plain = AutoModelForCausalLM.from_config(config).eval()
+        self.num_parameters = sum(p.numel() for p in self._plain.parameters())
+        model = build(folder, device="cpu", dtype=torch.float32, weights=False)
+        self._engine = NativeEngine(model=model, device=torch.device("cpu"), max_slots=SLOTS, max_seq_len=512)
+        self._engine.load_weights(dict(self._plain.named_parameters()), 0)
+        self.steps: dict[str, Callable[[int], float]] = {}  # seconds of a decode step at a batch
+        self.steps |= {"native": self._native_step_s, "generate": self._generate_step_s}
+        if vllm_python:
+            script = Path(__file__).with_name("vllm_decode.py")
+            self._vllm = subprocess.Popen(
+                [vllm_python, str(script), folder, str(SLOTS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            engine.load_weights(dict(plain.named_parameters()), 0)
-            engines[name] = engine
+            self.steps["vllm"] = self._vllm_step_s
+
+    def close(self) -> None:
+        if "vllm" in self.steps:
+            self._vllm.stdin.close()
+            self._vllm.wait()
+
+    def mix(self, lengths: np.ndarray) -> dict[str, Callable[[], float]]:
+        """Seconds for requests of these numbers of new tokens."""
+        return {"native": partial(self._native_mix_s, lengths), "generate": partial(self._generate_mix_s, lengths)}
+
+    def _prompts(self, num: int) -> np.ndarray:
+        return np.random.default_rng(0).integers(0, self.vocab, (num, PROMPT)).astype(np.int32)
+
+    def _native_step_s(self, batch: int) -> float:
+        engine = self._engine
+        for i, prompt in enumerate(self._prompts(batch)):
+            engine.submit(i, prompt, Sampling(max_tokens=self.num_steps + 1, seed=i))
+        before = engine.num_generated_tokens
+        while engine.num_generated_tokens < before + batch:
+            engine.step()  # until every sequence has its first token
+        assert engine.num_generated_tokens == before + batch, "some are ahead"
+        start = time.perf_counter()
+        for _ in range(self.num_steps):
+            engine.step()
+        elapsed = time.perf_counter() - start
+        assert engine.num_running == 0, f"{engine.num_running} sequences left"
+        return elapsed / self.num_steps
+
+    def _native_mix_s(self, lengths: np.ndarray) -> float:
+        start = time.perf_counter()
+        for i, (prompt, length) in enumerate(zip(self._prompts(len(lengths)), lengths, strict=True)):
+            self._engine.submit(i, prompt, Sampling(max_tokens=int(length), seed=i))
+        while self._engine.num_running or self._engine.num_waiting:
+            self._engine.step()
+        return time.perf_counter() - start
+
+    def _generate(self, prompts: np.ndarray, num_tokens: int) -> None:
+        ids = torch.from_numpy(prompts).long()
+        mask = torch.ones_like(ids)
+        self._plain.generate(
+            ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=True, top_k=0, pad_token_id=0
+        )
+
+    def _generate_step_s(self, batch: int) -> float:
+        prompts, times = self._prompts(batch), []
+        for num_tokens in (1, self.num_steps + 1):
+            start = time.perf_counter()
+            self._generate(prompts, num_tokens)
+            times.append(time.perf_counter() - start)
+        return (times[1] - times[0]) / self.num_steps
+
+    def _generate_mix_s(self, lengths: np.ndarray) -> float:
+        prompts, start = self._prompts(len(lengths)), time.perf_counter()
+        for first in range(0, len(lengths), SLOTS):
+            self._generate(prompts[first : first + SLOTS], int(lengths[first : first + SLOTS].max()))
+        return time.perf_counter() - start
+
+    def _vllm_step_s(self, batch: int) -> float:
+        print(batch, self.num_steps, file=self._vllm.stdin, flush=True)
+        return float(self._vllm.stdout.readline())
+
+
+def measure(contest: Contest, batches: list[int], repeats: int) -> list[dict[str, float]]:
+    times = {(batch, name): [] for batch in batches for name in contest.steps}
+    rates = []
+    for batch, name in times:
+        contest.steps[name](batch)  # code and memory that only the first call needs
+    for _ in range(repeats):
+        rates.append(machine())
+        for batch in batches:
+            for name, way in contest.steps.items():
+                times[batch, name].append(way(batch))
+    read_rate, multiply_rate = (max(rate) for rate in zip(*rates, strict=True))
     rows = []
     for batch in batches:
-        prompts = np.random.default_rng(0).integers(0, config.vocab_size, (batch, PROMPT)).astype(np.int32)
-        ways = {name: partial(native_step_s, engine, prompts, num_steps) for name, engine in engines.items()}
-        ways["generate"] = partial(generate_step_s, plain, prompts, num_steps)
-        steps: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(repeats):
-            for name, way in ways.items():
-                steps[name].append(way())
-        limit_s = max(4 * num_parameters / read_rate, 2 * num_parameters * batch / multiply_rate)
-        speeds = {name: round(batch / statistics.median(times), 1) for name, times in steps.items()}
+        limit_s = max(4 * contest.num_parameters / read_rate, 2 * contest.num_parameters * batch / multiply_rate)
+        native = batch / statistics.median(times[batch, "native"])
+        others = {name: batch / statistics.median(times[batch, name]) for name in contest.steps if name != "native"}
+        others["limit"] = batch / limit_s
         rows.append(
-            {"shape": shape, "parameters": num_parameters, "batch": batch, "limit": round(batch / limit_s, 1), **speeds}
-            | {"native_of_limit": round(speeds["native"] * limit_s / batch, 2)}
+            {"batch": batch, "native": round(native, 1)}
+            | {name: round(speed, 1) for name, speed in others.items()}
+            | {f"native_of_{name}": round(native / speed, 2) for name, speed in others.items()}
+            | {"read_gb_s": round(read_rate / 1e9, 1), "multiply_gflop_s": round(multiply_rate / 1e9, 1)}
         )
     return rows
 
 
+def measure_mix(contest: Contest, num_requests: int, repeats: int) -> dict[str, float]:
+    draws = np.random.default_rng(0).lognormal(np.log(MEDIAN_TOKENS), SIGMA, num_requests)
+    lengths = np.clip(draws.round(), 1, MOST_TOKENS).astype(int)
+    times = {name: [] for name in contest.mix(lengths)}
+    for _ in range(repeats):
+        for name, way in contest.mix(lengths).items():
+            times[name].append(way())
+    speeds = {name: lengths.sum() / statistics.median(seconds) for name, seconds in times.items()}
+    return (
+        {"requests": num_requests, "slots": SLOTS, "tokens": int(lengths.sum()), "longest": int(lengths.max())}
+        | {name: round(speed, 1) for name, speed in speeds.items()}
+        | {"native_of_generate": round(speeds["native"] / speeds["generate"], 2)}
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one repeat, 64 requests in the mix")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--batches", nargs="+", type=int, choices=range(1, SLOTS + 1), default=[1, 8, 32], metavar="N")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--vllm-python", help="of an environment with vLLM's CPU build")
     args = parser.parse_args()
-    read_rate, multiply_rate = machine()
-    rows = [r for s in args.shapes for r in measure(s, args.batches, args.repeats, read_rate, multiply_rate)]
-    about = {
-        "unit": "tokens/s",
-        "threads": torch.get_num_threads(),
-        "read_gb_s": round(read_rate / 1e9, 1),
-        "multiply_gflop_s": round(multiply_rate / 1e9, 1),
-    }
-    print(json.dumps(about | {"rows": rows}, indent=1))
+    repeats, num_requests = (1, 64) if args.quick else (args.repeats, 256)
+    out: dict[str, object] = {"unit": "tokens/s", "threads": torch.get_num_threads(), "rows": [], "mix": []}
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            contest = Contest(shape, folder, args.vllm_python)
+            out["rows"] += [
+                {"shape": shape, "parameters": contest.num_parameters} | row
+                for row in measure(contest, args.batches, repeats)
+            ]
+            contest.close()
+            if shape == "10m":
+                out["mix"].append({"shape": shape} | measure_mix(contest, num_requests, min(repeats, 2)))
+    print(json.dumps(out, indent=1))
 
 
 if __name__ == "__main__":
