@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from spmd_rl import cli, config, tiny_model, train
 
@@ -85,7 +86,8 @@ def prepared(path: Path, run_dir: Path, model: Path) -> str:
     """What rank 0 says before anything is built, beyond the config itself: "" if nothing is wrong."""
     overrides = [f"run.dir={run_dir}", f"model.path={model}", "model.make="]
     try:
-        train._prepare(SimpleNamespace(generation=1, describe=lambda: ""), config.load(path, overrides), "config")
+        world = SimpleNamespace(generation=1, device=torch.device("cpu"), describe=lambda: "")
+        train._prepare(world, config.load(path, overrides), "config")
     except (ValueError, OSError) as error:
         return str(error)
     return ""
