@@ -24,16 +24,16 @@ import torch.distributed as dist
 
 from benchmarks.trainer import CPU, alone, batch, make_model, peak_mb
 from spmd_rl import checkpoint
-from spmd_rl.low_rank import Lora, merged
 from spmd_rl.model import build
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.losses import LOSSES
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
-from spmd_rl.weight_adapter import AdapterReceiver, AdapterSender
-from spmd_rl.weight_layout import TensorSpec
-from spmd_rl.weight_receiver import WeightReceiver
-from spmd_rl.weight_sender import WeightSender
+from spmd_rl.weights.adapter import AdapterReceiver, AdapterSender
+from spmd_rl.weights.layout import TensorSpec
+from spmd_rl.weights.low_rank import Lora, merged
+from spmd_rl.weights.receiver import WeightReceiver
+from spmd_rl.weights.sender import WeightSender
 from spmd_rl.world import World
 from tests.ranks import run_worlds
 

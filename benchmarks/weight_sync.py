@@ -35,14 +35,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.decode import SHAPES, config_of
-from spmd_rl import weight_wire
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.types import Sampling
-from spmd_rl.weight_checksum import checksum
-from spmd_rl.weight_layout import BUCKET_BYTES, TensorSpec, manifest, shard_layout, views
-from spmd_rl.weight_receiver import WeightReceiver
-from spmd_rl.weight_sender import WeightSender
-from spmd_rl.weight_wire import Received
+from spmd_rl.weights import wire
+from spmd_rl.weights.checksum import checksum
+from spmd_rl.weights.layout import BUCKET_BYTES, TensorSpec, manifest, shard_layout, views
+from spmd_rl.weights.receiver import WeightReceiver
+from spmd_rl.weights.sender import WeightSender
+from spmd_rl.weights.wire import Received
 from spmd_rl.world import World
 from tests.ranks import run_worlds
 
@@ -143,7 +143,7 @@ def measure(world: World, model: str, megabytes: int, repeats: int, bucket_bytes
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, way in ways.items():
-            weight_wire.checksum = (lambda data: torch.zeros((), dtype=torch.int64)) if name == "unproved" else checksum
+            wire.checksum = (lambda data: torch.zeros((), dtype=torch.int64)) if name == "unproved" else checksum
             taken[name].append(timed(world, way, link.rest))
     link.close()
     result: dict[str, Any] = {"bytes": num_bytes, "hold_s": statistics.median(holds[1:])}

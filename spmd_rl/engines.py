@@ -10,14 +10,14 @@ from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
-from spmd_rl.low_rank import Lora
 from spmd_rl.model import build, engine_dtype, exact_dtype, load_config
 from spmd_rl.run_dir import RunDir
-from spmd_rl.weight_adapter import AdapterReceiver
-from spmd_rl.weight_disk import DiskReceiver
-from spmd_rl.weight_layout import TensorSpec, manifest
-from spmd_rl.weight_receiver import WeightReceiver
-from spmd_rl.weight_wire import Deliver, Failed
+from spmd_rl.weights.adapter import AdapterReceiver
+from spmd_rl.weights.disk import DiskReceiver
+from spmd_rl.weights.layout import TensorSpec, manifest
+from spmd_rl.weights.low_rank import Lora
+from spmd_rl.weights.receiver import WeightReceiver
+from spmd_rl.weights.wire import Deliver, Failed
 from spmd_rl.world import World
 
 

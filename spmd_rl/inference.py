@@ -24,8 +24,8 @@ from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
-from spmd_rl.weight_disk import DiskReceiver
-from spmd_rl.weight_wire import Fetch
+from spmd_rl.weights.disk import DiskReceiver
+from spmd_rl.weights.wire import Fetch
 from spmd_rl.world import World
 
 Send = Callable[[Message], None]

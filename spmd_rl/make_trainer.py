@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.config import Config
-from spmd_rl.low_rank import Lora
 from spmd_rl.model import build
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
@@ -21,6 +20,7 @@ from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.lora import check_targets
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
+from spmd_rl.weights.low_rank import Lora
 
 
 def make_trainer(

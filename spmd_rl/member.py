@@ -16,8 +16,8 @@ from spmd_rl.liveness import Liveness
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
-from spmd_rl.weight_disk import DiskReceiver
-from spmd_rl.weight_wire import Received
+from spmd_rl.weights.disk import DiskReceiver
+from spmd_rl.weights.wire import Received
 from spmd_rl.world import World
 
 

@@ -34,7 +34,7 @@ from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout
-from spmd_rl.weight_disk import folder_of
+from spmd_rl.weights.disk import folder_of
 from spmd_rl.world import World
 
 POLL_S = 0.1  # between two looks for weights on disk

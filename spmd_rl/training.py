@@ -23,11 +23,11 @@ from spmd_rl.model import engine_dtype, exact_dtype
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
-from spmd_rl.weight_adapter import AdapterSender
-from spmd_rl.weight_disk import DiskSender
-from spmd_rl.weight_layout import manifest
-from spmd_rl.weight_sender import WeightSender
-from spmd_rl.weight_wire import SendReport
+from spmd_rl.weights.adapter import AdapterSender
+from spmd_rl.weights.disk import DiskSender
+from spmd_rl.weights.layout import manifest
+from spmd_rl.weights.sender import WeightSender
+from spmd_rl.weights.wire import SendReport
 from spmd_rl.world import World
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.weight_layout import TensorSpec
+from spmd_rl.weights.layout import TensorSpec
 
 
 def gather_and_broadcast(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.model import Attend, head_weight, run_body
-from spmd_rl.weight_layout import manifest
+from spmd_rl.weights.layout import manifest
 
 
 class Body(Protocol):

@@ -26,7 +26,7 @@ from spmd_rl.engine.sampling import Uniforms, check_request, sample
 from spmd_rl.engine.weights import check_update
 from spmd_rl.model import Segments, token_logprobs
 from spmd_rl.types import Completion, Sampling
-from spmd_rl.weight_layout import manifest
+from spmd_rl.weights.layout import manifest
 
 
 class NativeEngine:

@@ -33,7 +33,7 @@ from spmd_rl.engine.default_group import as_default_group
 from spmd_rl.engine.sampling import check_request
 from spmd_rl.engine.weights import check_update
 from spmd_rl.types import Completion, Sampling
-from spmd_rl.weight_layout import TensorSpec
+from spmd_rl.weights.layout import TensorSpec
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spmd_rl.weight_layout import TensorSpec
+from spmd_rl.weights.layout import TensorSpec
 
 
 def check_update(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], device: torch.device) -> None:

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_rl.folders import written_aside
-from spmd_rl.low_rank import Lora
 from spmd_rl.trainer.lora import write_adapter
 from spmd_rl.trainer.optimizer import whole
 from spmd_rl.trainer.ranks import TrainerRanks
+from spmd_rl.weights.low_rank import Lora
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}
 SUMS = "SHA256SUMS"

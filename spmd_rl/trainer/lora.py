@@ -2,7 +2,7 @@
 
 Given a causal LM, its layers perhaps split over ranks; turns the chosen linear layers into ones with additions.
 Promises: parameters of the model keep their names, the additions are beside them as `lora_a` and `lora_b`; at the start
-they add exactly 0.  The merged weight is that of low_rank.py.  Knows nothing of losses or FSDP.
+they add exactly 0.  The merged weight is that of weights/low_rank.py.  Knows nothing of losses or FSDP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from spmd_rl.folders import written_aside
-from spmd_rl.low_rank import Lora
+from spmd_rl.weights.low_rank import Lora
 
 
 class LoraLinear(nn.Linear):

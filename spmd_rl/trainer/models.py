@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from spmd_rl.low_rank import Lora, merged
 from spmd_rl.trainer.lora import add_lora, lora_layers
 from spmd_rl.trainer.optimizer import local, whole
 from spmd_rl.trainer.sharding import LogProbs, Values, recompute_layers, reshard, shard, value_head
 from spmd_rl.trainer.tensor_parallel import parallelize
-from spmd_rl.weight_layout import chunk
+from spmd_rl.weights.layout import chunk
+from spmd_rl.weights.low_rank import Lora, merged
 
 
 class Models:

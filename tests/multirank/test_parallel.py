@@ -11,13 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 from spmd_rl import checkpoint, tiny_model
-from spmd_rl.low_rank import Lora
 from spmd_rl.objective import Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import whole
+from spmd_rl.weights.low_rank import Lora
 from tests.multirank.test_trainer import CPU, PROBE, alone, assert_equal, batch, load, make
 from tests.ranks import run_ranks, run_worlds
 from tests.unit import families

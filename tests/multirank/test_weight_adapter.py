@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from spmd_rl.low_rank import Lora, merged
 from spmd_rl.trainer.optimizer import local, whole
-from spmd_rl.weight_adapter import AdapterReceiver, AdapterSender
-from spmd_rl.weight_layout import TensorSpec
-from spmd_rl.weight_wire import Received
+from spmd_rl.weights.adapter import AdapterReceiver, AdapterSender
+from spmd_rl.weights.layout import TensorSpec
+from spmd_rl.weights.low_rank import Lora, merged
+from spmd_rl.weights.wire import Received
 from spmd_rl.world import World
 from tests.ranks import run_worlds
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from spmd_rl.weight_layout import TensorSpec, manifest
-from spmd_rl.weight_receiver import WeightReceiver
-from spmd_rl.weight_sender import WeightSender
-from spmd_rl.weight_wire import Deliver, Fetch, Received
+from spmd_rl.weights.layout import TensorSpec, manifest
+from spmd_rl.weights.receiver import WeightReceiver
+from spmd_rl.weights.sender import WeightSender
+from spmd_rl.weights.wire import Deliver, Fetch, Received
 from spmd_rl.world import World
 from tests.gather import gather_and_broadcast
 from tests.ranks import RankFailed, run_worlds

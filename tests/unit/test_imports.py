@@ -20,17 +20,14 @@ LAYERS = [
         "disk",
         "sandbox",
     },
-    {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "model", "weight_layout", "task_stream"}
-    | {"weight_checksum", "workers", "data", "math_reward", "code_reward"},
+    {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "model", "task_stream"}
+    | {"workers", "data", "math_reward", "code_reward"},
     {"judge"},
-    {"envs", "weight_delta", "weight_wire", "low_rank"},
+    {"envs", "weights"},
     {"tiny_model", "smollm2"},
     {
         "world",
         "transport",
-        "weight_sender",
-        "weight_receiver",
-        "weight_disk",
         "checkpoint",
         "batch_log",
         "engine",
@@ -39,7 +36,6 @@ LAYERS = [
         "recorder",
         "plot",
     },
-    {"weight_adapter"},
     {"engine_thread", "engines", "episodes", "stop_signals"},
     {"orchestrator", "simulate"},
     {"make_trainer"},

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from spmd_rl.low_rank import Lora
 from spmd_rl.trainer.models import Models
+from spmd_rl.weights.low_rank import Lora
 from tests.unit.test_trainer import folder, load, shares, trainer  # noqa: F401 (folder is a fixture)
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))

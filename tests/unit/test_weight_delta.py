@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.weight_delta import MOST, decode, encode, payload_bytes, word_of
-from spmd_rl.weight_layout import ALIGN_BYTES, TensorSpec, shard_layout
+from spmd_rl.weights.delta import MOST, decode, encode, payload_bytes, word_of
+from spmd_rl.weights.layout import ALIGN_BYTES, TensorSpec, shard_layout
 
 
 def a_shard(dtype: torch.dtype, num: int, bucket_bytes: int = 1024):

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from spmd_rl.folders import written_aside
-from spmd_rl.weight_disk import FILE, KEPT, DiskReceiver, DiskSender, folder_of
-from spmd_rl.weight_wire import Received, SendReport
+from spmd_rl.weights.disk import FILE, KEPT, DiskReceiver, DiskSender, folder_of
+from spmd_rl.weights.wire import Received, SendReport
 
 LIMIT_S = 20.0
 

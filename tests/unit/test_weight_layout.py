@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.weight_checksum import checksum
-from spmd_rl.weight_layout import ALIGN_BYTES, TensorSpec, chunk, manifest, manifest_hash, shard_layout, views
+from spmd_rl.weights.checksum import checksum
+from spmd_rl.weights.layout import ALIGN_BYTES, TensorSpec, chunk, manifest, manifest_hash, shard_layout, views
 
 SPECS = [
     TensorSpec("embed", (7, 3), torch.float32),

@@ -19,7 +19,7 @@ from spmd_rl.engine.vllm import VllmEngine
 from spmd_rl.model import build
 from spmd_rl.tiny_model import VOCAB, random_model
 from spmd_rl.types import Completion, Sampling
-from spmd_rl.weight_layout import manifest
+from spmd_rl.weights.layout import manifest
 
 SLOTS, MAX_SEQ_LEN = 4, 256  # the model has 256 positions
 BLOCK = 32  # tokens of the KV cache that are found again together

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmd_rl.weight_layout import TensorSpec
+from spmd_rl.weights.layout import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ On the wire, for each version and sender (payload over `wts`, the rest over `wts
 
     header    int64[8]    magic, version (-1: the end), buckets, bytes, hash of the manifest, 1 if a delta, tensors, 0
     buckets   uint8       the shard in pieces of 32 MiB; it begins with the version
-    or table  int64[n,2]  of a delta (weight_delta.py), and its payload in pieces of 32 MiB
+    or table  int64[n,2]  of a delta (delta.py), and its payload in pieces of 32 MiB
     trailer   int64[2+n]  magic, version, one checksum per bucket of the whole shard, delta or not
 
 Pure: knows nothing of groups or threads.
@@ -18,8 +18,8 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from spmd_rl.weight_checksum import checksum
-from spmd_rl.weight_layout import ALIGN_BYTES, Layout
+from spmd_rl.weights.checksum import checksum
+from spmd_rl.weights.layout import ALIGN_BYTES, Layout
 
 MAGIC = 0x53504D445F575431  # "SPMD_WT1"
 END = -1  # version of the last header

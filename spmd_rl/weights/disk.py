@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from spmd_rl.weight_checksum import tensor_checksum
-from spmd_rl.weight_delta import squared_change
-from spmd_rl.weight_wire import END, Deliver, Failed, Received, SendReport
+from spmd_rl.weights.checksum import tensor_checksum
+from spmd_rl.weights.delta import squared_change
+from spmd_rl.weights.wire import END, Deliver, Failed, Received, SendReport
 
 KEPT = 2  # versions
 FILE = "model.safetensors"

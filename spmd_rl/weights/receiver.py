@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spmd_rl.weight_delta import Delta, decode, payload_bytes, word_of
-from spmd_rl.weight_layout import BUCKET_BYTES, Placement, TensorSpec, manifest_hash, shard_layout, views
-from spmd_rl.weight_wire import (
+from spmd_rl.weights.delta import Delta, decode, payload_bytes, word_of
+from spmd_rl.weights.layout import BUCKET_BYTES, Placement, TensorSpec, manifest_hash, shard_layout, views
+from spmd_rl.weights.wire import (
     END,
     HEADER_LENGTH,
     IN_FLIGHT,

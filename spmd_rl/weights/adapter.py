@@ -1,6 +1,6 @@
 """Weights of a LoRA run by what was trained: the frozen model travels once, then A and B alone.
 
-Two streams of versions over the same groups, one after the other, each with the checks of weight_sender.py:
+Two streams of versions over the same groups, one after the other, each with the checks of sender.py:
 
     once           every tensor of the model, the chosen ones unmerged and in a type that holds them exactly
     each version   A and B in float32, and a checksum of each chosen weight as this sender's rows of it are merged
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spmd_rl.low_rank import Lora, merged
-from spmd_rl.weight_checksum import tensor_checksum
-from spmd_rl.weight_delta import squared_change
-from spmd_rl.weight_layout import BUCKET_BYTES, TensorSpec, chunk, local_rows, shard_layout, views
-from spmd_rl.weight_receiver import WeightReceiver
-from spmd_rl.weight_sender import WeightSender
-from spmd_rl.weight_wire import Deliver, Failed, Fetch, SendReport
+from spmd_rl.weights.checksum import tensor_checksum
+from spmd_rl.weights.delta import squared_change
+from spmd_rl.weights.layout import BUCKET_BYTES, TensorSpec, chunk, local_rows, shard_layout, views
+from spmd_rl.weights.low_rank import Lora, merged
+from spmd_rl.weights.receiver import WeightReceiver
+from spmd_rl.weights.sender import WeightSender
+from spmd_rl.weights.wire import Deliver, Failed, Fetch, SendReport
 
 PROOF = "merged"  # the tensor of checksums [senders, chosen weights]
 

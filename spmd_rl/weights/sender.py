@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spmd_rl.weight_delta import Delta, encode, squared_change, word_of
-from spmd_rl.weight_layout import BUCKET_BYTES, TensorSpec, local_rows, manifest_hash, shard_layout, views
-from spmd_rl.weight_wire import END, IN_FLIGHT, MAGIC, Failed, Header, SendReport, bucket_checksum
+from spmd_rl.weights.delta import Delta, encode, squared_change, word_of
+from spmd_rl.weights.layout import BUCKET_BYTES, TensorSpec, local_rows, manifest_hash, shard_layout, views
+from spmd_rl.weights.wire import END, IN_FLIGHT, MAGIC, Failed, Header, SendReport, bucket_checksum
 
 
 class WeightSender:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmd_rl.weight_layout import ALIGN_BYTES, Layout, TensorSpec
+from spmd_rl.weights.layout import ALIGN_BYTES, Layout, TensorSpec
 
 MOST = 0.25  # share of words that changed from which on a whole shard is sent: coding would take as long as sending
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,0 +1,18 @@
+"""The settings of a run: what there is, what it may be, and how it is read."""
+
+from spmd_rl.config.file import default, describe, dump, field_docs, from_tree, load, sections
+from spmd_rl.config.rules import CHOICES, warnings
+from spmd_rl.config.settings import Config
+
+__all__ = [
+    "CHOICES",
+    "Config",
+    "default",
+    "describe",
+    "dump",
+    "field_docs",
+    "from_tree",
+    "load",
+    "sections",
+    "warnings",
+]

@@ -1,0 +1,149 @@
+"""Settings to and from TOML.
+
+`load` reads a file and `section.key=value` overrides (each value parsed as TOML) into frozen dataclasses; what is
+unknown, or breaks a rule, is a ValueError of one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from spmd_rl.config import rules
+from spmd_rl.config.settings import Config, Env
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and overrides such as "staleness.max_staleness=0"; ValueError names what is wrong."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    for override in overrides:
+        _override(tree, override)
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, object]) -> Config:
+    """Nested tables, as TOML gives them, to a checked Config."""
+    config = _build(Config, tree, "")
+    rules.check(config)
+    return config
+
+
+def dump(config: Config) -> str:
+    """The resolved config as TOML."""
+    lines: list[str] = []
+    for section in fields(config):
+        value = getattr(config, section.name)
+        tables = {f"env.{name}": env for name, env in value.items()} if section.name == "env" else {section.name: value}
+        for name, table in tables.items():
+            lines += [f"[{name}]"]
+            lines += [f"{f.name} = {_toml(getattr(table, f.name))}" for f in fields(table)]
+            lines += [""]
+    return "\n".join(lines)
+
+
+def describe() -> str:
+    """Every setting with its default and its docstring, a line each."""
+    lines = []
+    for section, cls in sections().items():
+        lines.append(f"[{section}]  {inspect.getdoc(cls)}")
+        docs = field_docs(cls)
+        for f in fields(cls):
+            lines.append(f"  {f.name} = {default(f)}  # {docs[f.name]}")
+    return "\n".join(lines)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a settings class."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body
+    return {
+        node.target.id: after.value.value
+        for node, after in itertools.pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+
+
+def sections() -> dict[str, type]:
+    """The class of each section, by its name in the file."""
+    hints = typing.get_type_hints(Config)
+    return {("env.NAME" if name == "env" else name): (Env if name == "env" else cls) for name, cls in hints.items()}
+
+
+def default(f: dataclasses.Field) -> str:
+    """As TOML, or "(needed)"."""
+    if f.default is not dataclasses.MISSING:
+        return _toml(f.default)
+    return "{}" if f.default_factory is not dataclasses.MISSING else "(needed)"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _override(tree: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ValueError(f"{override!r}: a setting on the command line is written section.key=value")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    for part in parts[:-1]:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"{override!r}: {part!r} is a value, not a section")
+    tree[parts[-1]] = value
+
+
+def _build(cls: type, tree: object, where: str) -> object:
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"config {where or 'file'}: expected a table, got {tree!r}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        if key not in hints:
+            close = difflib.get_close_matches(key, hints, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(hints)}"
+            raise ValueError(f"config: unknown {'setting' if where else 'section'} {where + key!r}{hint}")
+        values[key] = _value(hints[key], value, f"{where}{key}")
+    missing = [f.name for f in fields(cls) if default(f) == "(needed)" and f.name not in values]
+    if missing:
+        raise ValueError(f"config: {where}{missing[0]} is needed")
+    return cls(**values)
+
+
+def _value(kind: object, value: object, where: str) -> object:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, f"{where}.")
+    if origin is dict and isinstance(value, Mapping):
+        return dict(value) if args[1] is object else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if origin is tuple and args[1:] == (...,) and isinstance(value, list | tuple):
+        return tuple(_value(args[0], v, where) for v in value)
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
+        return tuple(_value(kind, v, where) for kind, v in zip(args, value, strict=True))
+    if kind is float and type(value) in (int, float) and abs(value) < float("inf"):
+        return float(value)
+    if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and type(value) is kind:
+        return value
+    name = kind.__name__ if isinstance(kind, type) and not args else str(kind)
+    raise ValueError(f"config: {where} = {value!r}: expected {name}")

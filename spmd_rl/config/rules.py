@@ -1,0 +1,269 @@
+"""What settings may be, alone and together.
+
+A broken rule is a ValueError of one line: what is wrong, the value, the bound, the next step.
+"""
+
+from __future__ import annotations
+
+from spmd_rl.config.settings import Config
+
+CHOICES = {
+    "run.resume": ("auto", "must", "never"),
+    "rollout.long_prompts": ("skip", "refuse"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "staleness.gate": ("admission", "ship"),
+    "staleness.order": ("completion", "oldest", "admission"),
+    "staleness.over_age": ("wait", "drop"),
+    "staleness.on_update": ("continue", "hold", "restart", "drain"),
+    "inference.engine": ("native", "vllm"),
+    "weights.mode": ("full", "delta", "disk"),
+    "weights.receive": ("shadow", "in_place"),
+    "inference.kv_on_update": ("recompute", "keep"),
+    "trainer.advantage": ("grpo", "grpo_population", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"),
+    "trainer.loss": ("decoupled", "ppo", "cispo", "gspo", "reinforce"),
+    "trainer.correction": ("truncate", "mask", "none"),
+    "trainer.correction_level": ("token", "sequence", "geometric"),
+    "trainer.reject": ("none", "off_policy", "off_policy_negative"),
+    "trainer.aggregation": ("token_mean", "sequence_mean", "constant"),
+    "critic.body": ("own", "shared"),
+    "critic.level": ("token", "turn"),
+    "lora.sync": ("merged", "adapter"),
+    "trainer.kl": ("k1", "k2", "k3"),
+    "trainer.kl_in": ("loss", "reward"),
+    "trainer.proximal": ("recompute", "loglinear"),
+}
+
+
+AT_LEAST = {
+    "run.steps": 1,
+    "run.metrics_interval_s": 0.1,
+    "run.probe_every": 0,
+    "run.stall_timeout_s": 1,
+    "run.shutdown_s": 1,
+    "topology.inference": 1,
+    "topology.trainer": 1,
+    "topology.dp_replicate": 1,
+    "topology.tensor_parallel": 1,
+    "topology.context_parallel": 1,
+    "lora.rank": 0,
+    "rollout.batch_size": 1,
+    "rollout.group_size": 1,
+    "rollout.max_tokens": 1,
+    "rollout.temperature": 0.01,
+    "rollout.top_p": 0.01,
+    "rollout.top_k": 0,
+    "rollout.max_retries": 0,
+    "data.min_solve_rate": 0,
+    "data.revisit": 0.001,
+    "staleness.max_staleness": 0,
+    "staleness.window": 1,
+    "staleness.max_age": -1,
+    "staleness.queue_size": 1,
+    "inference.tensor_parallel": 1,
+    "weights.anchor_every": 1,
+    "inference.kv_cache_mib": 0,
+    "inference.max_slots": 1,
+    "inference.max_seq_len": 2,
+    "trainer.learning_rate": 0,
+    "trainer.warmup_steps": 0,
+    "trainer.weight_decay": 0,
+    "trainer.grad_clip": 1e-9,
+    "trainer.overlong_buffer": 0,
+    "trainer.importance_low": 0,
+    "trainer.importance_high": 1,
+    "trainer.reject_above": 0,
+    "trainer.kl_coefficient": 0,
+    "trainer.num_minibatches": 1,
+    "trainer.num_epochs": 1,
+    "trainer.micro_batch_tokens": 1,
+    "trainer.max_empty_batches": 1,
+    "critic.learning_rate": 0,
+    "critic.coefficient": 0,
+    "critic.clip": 0,
+    "eval.every": -1,
+    "eval.num_tasks": 1,
+    "eval.samples": 1,
+    "eval.temperature": 0,
+    "eval.top_p": 0.01,
+    "eval.top_k": 0,
+    "eval.max_concurrent": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep_last": 1,
+}
+
+
+def check(config: Config) -> None:
+    """Every rule; ValueError for the first that is broken."""
+    for key, choices in CHOICES.items():
+        value = _get(config, key)
+        if value not in choices:
+            raise ValueError(f"config: {key} = {value!r}: must be one of {', '.join(choices)}")
+    for key, least in AT_LEAST.items():
+        value = _get(config, key)
+        if not value >= least:
+            raise ValueError(f"config: {key} = {value}: must be at least {least}")
+    topology, rollout, staleness, trainer = config.topology, config.rollout, config.staleness, config.trainer
+    inference = config.inference
+    for name, env in config.env.items():
+        for key, path in ((f"env.{name}.path", env.path), ("model.make", config.model.make or "a:b")):
+            if path.count(":") != 1:
+                raise ValueError(f"config: {key} = {path!r}: an import path is written package.module:name")
+        if not env.weight > 0:
+            raise ValueError(f"config: env.{name}.weight = {env.weight}: must be above 0")
+    problems = [
+        (not config.env, "no [env.NAME] section: name at least one environment"),
+        (
+            not 0 <= rollout.max_failure_rate <= 1,
+            f"rollout.max_failure_rate = {rollout.max_failure_rate}: a share between 0 and 1",
+        ),
+        (rollout.top_p > 1, f"rollout.top_p = {rollout.top_p}: must be at most 1"),
+        (config.eval.top_p > 1, f"eval.top_p = {config.eval.top_p}: must be at most 1"),
+        (
+            rollout.batch_size % rollout.group_size != 0,
+            f"rollout.batch_size = {rollout.batch_size} is not a multiple of group_size = {rollout.group_size}",
+        ),
+        (
+            rollout.group_size < 2 and trainer.advantage not in ("reinforce_pp", "gae"),
+            f"rollout.group_size = {rollout.group_size}: advantages compare rollouts of one prompt, so 2 at least",
+        ),
+        (
+            staleness.max_concurrent < rollout.group_size,
+            f"staleness.max_concurrent = {staleness.max_concurrent} is below rollout.group_size = "
+            f"{rollout.group_size}: no group could ever start",
+        ),
+        (
+            0 <= staleness.max_age < staleness.max_staleness,
+            f"staleness.max_age = {staleness.max_age} is below max_staleness = {staleness.max_staleness}: "
+            "raise the first or lower the second",
+        ),
+        (
+            staleness.adaptive and staleness.gate == "ship",
+            "staleness.adaptive needs staleness.gate = 'admission': the ship-side gate does not limit admission",
+        ),
+        (
+            staleness.on_update == "drain" and staleness.gate == "ship",
+            "staleness.on_update = 'drain' needs staleness.gate = 'admission': the ship-side gate never says that all "
+            "that a version may start has started",
+        ),
+        (
+            staleness.gate == "ship" and staleness.queue_size + staleness.max_concurrent < rollout.batch_size,
+            f"staleness.queue_size + max_concurrent = {staleness.queue_size + staleness.max_concurrent} is below "
+            f"rollout.batch_size = {rollout.batch_size}: gate = 'ship' could never fill a batch",
+        ),
+        (
+            not 0 < staleness.target_idle < 1,
+            f"staleness.target_idle = {staleness.target_idle}: a share between 0 and 1",
+        ),
+        (
+            topology.trainer % (topology.dp_replicate * topology.tensor_parallel * topology.context_parallel) != 0,
+            f"topology.dp_replicate = {topology.dp_replicate} times tensor_parallel = {topology.tensor_parallel} times "
+            f"context_parallel = {topology.context_parallel} does not divide topology.trainer = {topology.trainer}",
+        ),
+        (config.lora.rank > 0 and not config.lora.alpha > 0, f"lora.alpha = {config.lora.alpha}: must be above 0"),
+        (config.lora.rank > 0 and not config.lora.targets, "lora.targets = []: name at least one linear layer"),
+        (
+            config.lora.sync == "adapter" and config.lora.rank == 0,
+            "lora.sync = 'adapter' with lora.rank = 0: the whole model is trained; set lora.rank",
+        ),
+        (
+            config.lora.sync == "adapter" and config.weights.mode != "full",
+            f"lora.sync = 'adapter' with weights.mode = {config.weights.mode!r}: additions change everywhere in every "
+            "step and travel over the network; use weights.mode = 'full', or lora.sync = 'merged'",
+        ),
+        (
+            topology.inference == 1 and not config.inference.engine_on_rank0,
+            "inference.engine_on_rank0 = false needs topology.inference >= 2: nobody would generate",
+        ),
+        (
+            rollout.max_tokens >= config.inference.max_seq_len,
+            f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in inference.max_seq_len = "
+            f"{config.inference.max_seq_len}",
+        ),
+        (
+            inference.engine == "native" and inference.tensor_parallel > 1,
+            f"inference.tensor_parallel = {inference.tensor_parallel} needs inference.engine = 'vllm': a native "
+            "engine is one rank's",
+        ),
+        (
+            inference.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k > 0),
+            f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k} with inference.engine = 'vllm': its log-probs "
+            "would be those of the truncated distribution, not of the policy; use 1 and 0, or engine = 'native'",
+        ),
+        (
+            inference.engine == "vllm" and max(rollout.temperature, config.eval.temperature) > 2,
+            f"rollout.temperature = {rollout.temperature}, eval.temperature = {config.eval.temperature}: "
+            "vLLM takes 2 at most",
+        ),
+        (
+            inference.engine == "vllm" and inference.deterministic,
+            "inference.deterministic needs inference.engine = 'native'",
+        ),
+        (
+            config.weights.receive == "in_place"
+            and (inference.engine == "vllm" or config.weights.mode == "disk" or config.lora.sync == "adapter"),
+            f"weights.receive = 'in_place' with inference.engine = {inference.engine!r}, weights.mode = "
+            f"{config.weights.mode!r}, lora.sync = {config.lora.sync!r}: needs 'native', 'full' or 'delta', 'merged'",
+        ),
+        (
+            not config.data.min_solve_rate <= config.data.max_solve_rate <= 1 or config.data.revisit > 1,
+            f"data: min_solve_rate = {config.data.min_solve_rate} <= max_solve_rate = {config.data.max_solve_rate} <= "
+            f"1 and revisit = {config.data.revisit} <= 1 must hold",
+        ),
+        (not 0 <= trainer.clip_low < 1, f"trainer.clip_low = {trainer.clip_low}: must be at least 0 and below 1"),
+        (trainer.clip_high < 0, f"trainer.clip_high = {trainer.clip_high}: must be at least 0"),
+        (trainer.clip_dual and trainer.clip_dual <= 1, f"trainer.clip_dual = {trainer.clip_dual}: 0 or above 1"),
+        (
+            trainer.importance_low > 1,
+            f"trainer.importance_low = {trainer.importance_low}: at most 1, the weight of data of the policy itself",
+        ),
+        (
+            trainer.overlong_buffer > rollout.max_tokens,
+            f"trainer.overlong_buffer = {trainer.overlong_buffer}: at most rollout.max_tokens = {rollout.max_tokens}",
+        ),
+        (
+            not (0 <= config.critic.gamma <= 1 and 0 <= config.critic.lam <= 1),
+            f"critic.gamma = {config.critic.gamma} and critic.lam = {config.critic.lam}: each between 0 and 1",
+        ),
+        (not all(0 <= b < 1 for b in trainer.betas), f"trainer.betas = {trainer.betas}: each at least 0 and below 1"),
+    ]
+    for wrong, message in problems:
+        if wrong:
+            raise ValueError(f"config: {message}")
+    try:
+        _ = config.age_bound
+    except ValueError as error:
+        raise ValueError(f"config: staleness: {error}") from None
+
+
+def _get(config: Config, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed and probably not meant, a line each."""
+    lines = []
+    trainer, aged = config.trainer, config.age_bound.age != 0
+    if aged and (trainer.loss == "ppo" or (trainer.correction == "none" and trainer.loss != "cispo")):
+        lines.append(
+            f"staleness.max_staleness = {config.staleness.max_staleness} ({config.age_bound}) with trainer.loss = "
+            f"{trainer.loss!r} and trainer.correction = {trainer.correction!r}: no importance weight corrects for old "
+            "data; 'decoupled' with 'truncate' does"
+        )
+    if trainer.filter_zero_spread and trainer.advantage in ("reinforce_pp", "gae") and config.rollout.group_size > 1:
+        lines.append(
+            f"trainer.filter_zero_spread with trainer.advantage = {trainer.advantage!r}: groups of equal rewards are "
+            "given up although they would train something"
+        )
+    if config.run.shutdown_s > 25:
+        lines.append(
+            f"run.shutdown_s = {config.run.shutdown_s:g}: torchrun kills every rank 30 s after it passed a signal on"
+        )
+    fixed = {"staleness.order": "admission", "staleness.on_update": "drain", "staleness.adaptive": False}
+    loose = [key for key, value in fixed.items() if _get(config, key) != value]
+    if config.inference.deterministic and loose:
+        lines.append(
+            f"inference.deterministic without {', '.join(f'{key} = {fixed[key]!r}' for key in loose)}: each token "
+            "is repeatable, the run as a whole is not"
+        )
+    return lines
