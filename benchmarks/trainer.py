@@ -43,7 +43,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spmd_rl.model import build, token_logprobs
+from spmd_rl.logprobs import token_logprobs
+from spmd_rl.model import build
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.losses import LOSSES
 from spmd_rl.packing import Packed, pack

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd_rl.model import Attend, head_weight, run_body
+from spmd_rl.attention import Attend
+from spmd_rl.model import head_weight, run_body
 from spmd_rl.weights.layout import manifest
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_rl.attention import causal_attention
 from spmd_rl.engine.sampling import Uniforms
-from spmd_rl.model import causal_attention
 from spmd_rl.types import Sampling
 
 SMALLEST = 64  # tokens per row of the smallest slab

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmd_rl.attention import Attend
 from spmd_rl.engine.matrix import Matrix
-from spmd_rl.model import Attend
 
 ARCHITECTURES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # the table does not depend on the sequence

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from spmd_rl.model import Span, causal_attention, positions, run_body
+from spmd_rl.attention import Span, causal_attention, token_positions
+from spmd_rl.model import run_body
 
 Piece = tuple[Span, int, int]  # tokens a … b of a span
 
@@ -80,7 +81,7 @@ class Part:
 
 def split_hidden_states(model: nn.Module, token_ids: Tensor, part: Part) -> Tensor:  # [size, d]
     """Body of the model over this rank's tokens."""
-    places = positions(part.spans, token_ids.device)
+    places = token_positions(part.spans, token_ids.device)
     return run_body(model, token_ids[part.mine], places[part.mine], part)
 
 

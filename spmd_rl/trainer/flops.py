@@ -15,7 +15,7 @@ from functools import cache, cached_property
 import torch
 from torch import nn
 
-from spmd_rl.model import spans
+from spmd_rl.attention import spans
 from spmd_rl.trainer.microbatch import MicroBatch
 
 

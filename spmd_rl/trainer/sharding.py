@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.model import head_weight, hidden_states, spans, token_logprobs
+from spmd_rl.attention import spans
+from spmd_rl.logprobs import token_logprobs
+from spmd_rl.model import head_weight, hidden_states
 from spmd_rl.trainer.context_parallel import Part, split_hidden_states, together
 
 
@@ -42,7 +44,7 @@ class LogProbs(nn.Module):
         rows: Tensor,  # [N] int64, whose next token is the target
         targets: Tensor,  # [N] int64
         temperature: float,
-        parents: Sequence[int] = (),  # [n], see model.spans
+        parents: Sequence[int] = (),  # [n], see attention.spans
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [N] log-probs, [N] entropies, [N] values, float32
         hidden, places = _rows(self.model, token_ids, cu_seqlens, parents, rows, self.context)
         mine = targets if places is None else targets[places]

@@ -20,9 +20,9 @@ LAYERS = [
         "disk",
         "sandbox",
     },
-    {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "model", "task_stream"}
-    | {"workers", "data", "math_reward", "code_reward"},
-    {"judge"},
+    {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
+    | {"attention", "logprobs", "workers", "data", "math_reward", "code_reward"},
+    {"judge", "model"},
     {"envs", "weights"},
     {"tiny_model", "smollm2"},
     {

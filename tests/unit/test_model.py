@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Gemma2Config
 
-from spmd_rl.model import build, head_weight, hidden_states, load_config, token_logprobs
+from spmd_rl.logprobs import token_logprobs
+from spmd_rl.model import build, head_weight, hidden_states, load_config
 from tests.unit.families import CONFIGS, VOCAB, load, save
 
 CU = [0, 1, 8, 21, 22]

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl import tiny_model
-from spmd_rl.model import build, hidden_states, token_logprobs
+from spmd_rl.logprobs import token_logprobs
+from spmd_rl.model import build, hidden_states
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
