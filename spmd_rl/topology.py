@@ -145,16 +145,3 @@ def check_world_size(environment: Mapping[str, str], topology: Topology) -> None
             f"{topology.num_trainers} trainer = {topology.world_size} ranks: "
             f"start {topology.world_size} processes or change [topology]"
         )
-
-
-def check_batch(topology: Topology, *, batch_size: int, group_size: int) -> None:
-    """Refuse a batch that is not whole groups, or too small to give every trainer rank a rollout."""
-    if group_size < 1 or batch_size % group_size:
-        raise ValueError(
-            f"batch_size {batch_size} is not a multiple of group_size {group_size}: a batch is made of whole groups"
-        )
-    if batch_size < topology.num_trainers:
-        raise ValueError(
-            f"batch_size {batch_size} is smaller than the {topology.num_trainers} trainer ranks: "
-            "every trainer needs at least one rollout; raise batch_size or use fewer trainers"
-        )

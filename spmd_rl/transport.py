@@ -165,15 +165,6 @@ class Outbox:
         self._check()
         self._queue.put(message)
 
-    def try_put(self, message: Message) -> bool:
-        """False if the queue is full: the peer is behind."""
-        self._check()
-        try:
-            self._queue.put_nowait(message)
-        except queue.Full:
-            return False
-        return True
-
     @property
     def num_waiting(self) -> int:
         """Messages in the queue, the one being sent not counted."""

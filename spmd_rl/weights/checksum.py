@@ -15,7 +15,8 @@ def checksum(data: Tensor) -> Tensor:  # [N] uint8, N a multiple of 8 → [] int
     """Sum of the int64 words, each times an odd weight of its position, modulo 2^64.
 
     With rows of M words: weight(row k, column m) = R^(k + 1) * (2 m + 1), R odd; in a last, shorter row 2 m + 1.
-    One changed word always changes the sum, as odd weights have an inverse; swapped words do because weights differ.
+    One changed word always changes the sum, as odd weights have an inverse; two that are swapped do because weights
+    differ, unless nothing but their topmost bits does (an even difference of weights times 2^63 is 0).
     """
     words = data.view(torch.int64)
     num_rows = len(words) // _ROW_WORDS

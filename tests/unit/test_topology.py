@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from spmd_rl.topology import Topology, check_batch, check_world_size
+from spmd_rl.topology import Topology, check_world_size
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0"}
 
@@ -58,15 +58,6 @@ def test_a_wrong_world_size_is_refused_with_its_numbers():
 def test_a_launch_without_torchrun_is_told_the_command():
     with pytest.raises(ValueError, match=r"RANK, WORLD_SIZE, LOCAL_RANK not set: start with `torchrun --nproc-per-n"):
         check_world_size({}, Topology(num_inference=1, num_trainers=1))
-
-
-def test_a_batch_is_whole_groups_and_reaches_every_trainer():
-    topology = Topology(num_inference=1, num_trainers=4)
-    check_batch(topology, batch_size=8, group_size=4)
-    with pytest.raises(ValueError, match="batch_size 8 is not a multiple of group_size 3"):
-        check_batch(topology, batch_size=8, group_size=3)
-    with pytest.raises(ValueError, match="batch_size 2 is smaller than the 4 trainer ranks"):
-        check_batch(topology, batch_size=2, group_size=2)
 
 
 def test_the_checks_need_no_torch():
