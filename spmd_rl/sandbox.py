@@ -6,8 +6,8 @@ The child gets a temporary folder of its own as its working directory, an empty 
 file size and open files, and a wall-clock limit after which it is killed; it dies with the process that started it.
 Where the kernel allows unprivileged namespaces it also has no network, and everything that it started ends with it;
 `Execution.isolated` says whether that was so; then the number of processes is limited too, but not for root, whom the
-kernel exempts.  It still reads what this user can read and may write where this user may: code that is out to
-do harm belongs into a container.
+kernel exempts.  Elsewhere than on Linux memory has no limit, and the child may outlive the process.  It still reads
+what this user can read and may write where this user may: code that is out to do harm belongs into a container.
 
 This file is also the program that sets the limits: it imports the standard library only.
 """
@@ -112,13 +112,16 @@ def _head(path: Path) -> str:
 
 def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int) -> None:
     """Become the code, confined."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux, isolated = sys.platform == "linux", False
+    if linux:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    uid, gid = os.getuid(), os.getgid()
-    isolated = libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC) == 0
+    if linux:
+        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        uid, gid = os.getuid(), os.getgid()
+        isolated = libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC) == 0
     if isolated:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(text)
@@ -134,11 +137,12 @@ def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int) -> None:
         os.close(alive)
     limits = {
         resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: NUM_FILES,
         resource.RLIMIT_CORE: 0,
     }
+    if linux:  # macOS knows the limit and refuses to set it
+        limits[resource.RLIMIT_AS] = memory_bytes
     if isolated:  # counted per namespace; elsewhere it would count all that this user runs
         limits[resource.RLIMIT_NPROC] = NUM_PROCESSES
     for limit, value in limits.items():

@@ -6,7 +6,7 @@
 A call waits for a free process, starts the function there and waits for its JSON result, at most `timeout_s` from the
 moment that the function begins.  Then the process and all that it has started is killed and `TimedOut` raised: the
 caller's sample is dropped and counted, no reward is made up.  A cancelled call is killed likewise.  Processes start
-when first needed, are used again, and die with the process that started them, however that one ends.
+when first needed, are used again, and die with the process that started them, on Linux however that one ends.
 
 The function is named by its module, its arguments and result are JSON: nothing is pickled.  It runs in the main thread
 of its process, so it may use signals.  Knows nothing of rollouts or rewards.
@@ -113,8 +113,9 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux kills this process when the thread that started it ends, and so when `parent` does."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Linux kills this process when the thread that started it ends, and so when `parent` does; others cannot."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
 

@@ -99,6 +99,18 @@ print(a.stdout.strip(), a.isolated, b.timed_out, b.isolated)
     assert done.stdout == "1 False True False\n", done.stderr
 
 
+def test_without_linux_the_other_limits_still_hold(tmp_path):
+    (tmp_path / "code.py").write_text("import resource as r; print(*map(r.getrlimit, (r.RLIMIT_CPU, r.RLIMIT_AS)))")
+    code = f"""
+import ctypes, os, sys
+from spmd_rl.sandbox import _launch
+sys.platform, ctypes.CDLL = "darwin", None
+_launch({str(tmp_path)!r}, os.getppid(), 1 << 30, 7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "(7, 7) (-1, -1)\n", done.stderr
+
+
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="num = 0 must be at least 1"):
         Sandbox(num=0)

@@ -111,6 +111,20 @@ def test_a_cancelled_call_frees_its_place():
     assert run(job, num=1)[0] == 2
 
 
+def test_where_there_is_no_prctl_a_process_goes_on_as_long_as_its_parent_is_there():
+    code = """
+import ctypes, os, sys
+from spmd_rl.workers import die_with_parent
+sys.platform, ctypes.CDLL = "darwin", None
+die_with_parent(os.getppid())
+print("alive", flush=True)
+die_with_parent(0)
+print("dead")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("alive\n", 1), done.stderr
+
+
 def test_processes_die_with_the_one_that_started_them():
     code = """
 import asyncio, os, sys
