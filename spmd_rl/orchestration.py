@@ -239,7 +239,7 @@ async def run_orchestrator(
 
 def _layout(world: World, config: Config) -> str:
     """Merged weights have none: another machine may round them otherwise."""
-    form = f"as {config.model.dtype} on {world.device.type} by {config.weights.mode}"
+    form = f"as {config.model.dtype} on {world.engine_device.type} by {config.weights.mode}"
     return "" if config.lora.rank else f"{form} from {len(world.sender_ranks)} trainers"
 
 

@@ -139,7 +139,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
             raise ValueError(f"model.make = {config.model.make!r}: {error}") from error
         make(model)
     check_lora(config)
-    check_kv_cache(config, world.device)
+    check_kv_cache(config, world.engine_device)
     tokenizer, splits = Tokenizer(model, config.model.template), ["train"] + ["eval"] * (config.eval.every >= 0)
     for env_name, env in config.env.items():
         made = envs.load(env.path, tokenizer=tokenizer, args=env.args)

@@ -90,6 +90,11 @@ class World:
         return self.rank == 0
 
     @property
+    def engine_device(self) -> torch.device:
+        """Of the first engine, as its own rank calls it; rank 0 need not have one."""
+        return torch.device(self.places[self.engine_ranks[0]].name)
+
+    @property
     def peers(self) -> tuple[int, ...]:
         """Every other rank."""
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)

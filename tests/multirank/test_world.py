@@ -1,6 +1,7 @@
 """Joining and leaving the world, over gloo."""
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from spmd_rl.world import World, check_shared_folder, join, leave
+from spmd_rl.world import Place, World, check_shared_folder, join, leave
 from tests.ranks import RankFailed, run_processes, run_worlds
 
 
@@ -27,6 +28,9 @@ def uses_every_group(world: World) -> tuple[str, str]:
         assert tuple(world.mesh.mesh.flatten().tolist()) == world.trainer_ranks
     else:
         assert not world.wts
+    there = Place(host="a", device="b", name="cuda:1")
+    places = [there if rank == world.engine_ranks[0] else place for rank, place in enumerate(world.places)]
+    assert replace(world, places=tuple(places)).engine_device == torch.device("cuda", 1)
     leave(world)
     return world.role, world.describe()
 
