@@ -111,7 +111,7 @@ class Episodes:
             turn += 1
             if room < 1:
                 return Completion.empty("length")
-            limit = min(max_tokens or sampling.max_tokens, room)
+            limit = min(max_tokens or sampling.max_tokens, sampling.max_tokens, room)
             sampling = replace(sampling, seed=seed, max_tokens=limit)
             try:
                 completion, wasted = await self._generate(np.asarray(token_ids, np.int32), sampling)

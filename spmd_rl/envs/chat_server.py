@@ -3,18 +3,20 @@
 Every request renders its messages in the model's chat template: what goes on from the tokens so far is appended to
 them, anything else starts a new segment (or is refused, by option).  So the ids and log-probs that were sampled are
 what is trained, whatever the client does with the text; a tool call that it sends back is rendered as it was sampled.
-The requests of one episode are answered one after the other, with the run's own sampling settings.  A streamed reply
-comes in one piece.  Text only, one choice.  Knows nothing of rewards or of who asks.
+The requests of one episode are answered one after the other, with the run's own sampling settings; one whose client
+hangs up is given up.  A streamed reply comes in one piece.  Text only, one choice.  Knows nothing of rewards or of who
+asks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -98,8 +100,8 @@ class ChatServer:
             head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: {kind}\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
             await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client has gone
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the client has gone, or the episode; asyncio's own callback would fail at a cancelled task
         finally:
             writer.close()
 
@@ -110,11 +112,13 @@ class ChatServer:
             secret, _, rest = path.removeprefix("/").partition("/")
             if secret not in self._episodes or rest != "v1/chat/completions":
                 raise Refused(404, f"nothing at {rest!r}, or the episode has ended")
-            answer = await self._complete(self._episodes[secret], body)
+            answer = await _unless_gone(reader, self._complete(self._episodes[secret], body))
             if body.get("stream"):
                 return status, "text/event-stream", _streamed(answer)
         except Refused as refused:
             status, answer = refused.status, _error(refused)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            raise
         except (ValueError, TypeError, LookupError, AttributeError, TemplateError, NotRetried) as error:
             status, answer = 400, _error(error)
         except Exception as error:  # the engine's or the episode's: the program learns it
@@ -123,7 +127,10 @@ class ChatServer:
 
     async def _complete(self, episode: _Episode, body: Mapping[str, Any]) -> dict[str, Any]:
         chat, request = episode.chat, asyncio.current_task()
-        if body.get("n", 1) != 1:
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        if not isinstance(limit, int | None):
+            raise Refused(400, f"max_tokens = {limit!r}: must be a whole number")
+        if (body.get("n") or 1) != 1:
             raise Refused(400, f"n = {body['n']}: one choice a request")
         episode.requests.add(request)
         request.add_done_callback(episode.requests.discard)
@@ -132,7 +139,7 @@ class ChatServer:
             chat.variables = {"tools": body.get("tools") or None}
             before = chat.rollout.num_trainable
             try:
-                text = await chat.reply(body.get("max_completion_tokens") or body.get("max_tokens"))
+                text = await chat.reply(limit)
             except NotRetried as error:
                 episode.error = error
                 raise
@@ -175,15 +182,25 @@ def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 def _plain(message: Mapping[str, Any], sampled: Mapping[str, str]) -> dict[str, Any]:
     """A message as templates take it: its content one text, and a call of the policy as it was sampled."""
-    calls = message.get("tool_calls") or [{}]
-    if calls[0].get("id") in sampled:
+    calls = message.get("tool_calls") or []
+    if calls and calls[0].get("id") in sampled:
         return {"role": "assistant", "content": sampled[calls[0]["id"]]}
+    if calls:
+        message = {**message, "tool_calls": [_with_object(call) for call in calls]}
     content = message.get("content") or ""
     if isinstance(content, list):
         if other := {part.get("type") for part in content} - {"text"}:
             raise Refused(400, f"a message with parts of type {', '.join(sorted(map(str, other)))}: only text")
         content = "".join(part["text"] for part in content)
     return {**{key: value for key, value in message.items() if value is not None}, "content": content}
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as an object, which templates write as JSON themselves."""
+    function = dict(call["function"])
+    with contextlib.suppress(ValueError, TypeError):  # no JSON, or an object already
+        function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
 
 
 def _streamed(answer: Mapping[str, Any]) -> bytes:
@@ -215,6 +232,23 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, dict[str, Any]]:
     if not isinstance(body, dict):
         raise Refused(400, "the body is no JSON object")
     return path, body
+
+
+async def _unless_gone(reader: asyncio.StreamReader, answer: Coroutine[Any, Any, T]) -> T:
+    """The answer to a request that has been read; cancelled with this task as soon as the client hangs up."""
+    request = asyncio.current_task()
+
+    async def give_up() -> None:
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(LARGEST_BODY):
+                pass  # nothing is expected any more
+        request.cancel()
+
+    watch = asyncio.create_task(give_up())
+    try:
+        return await answer
+    finally:
+        watch.cancel()
 
 
 def _error(error: Exception) -> dict[str, object]:

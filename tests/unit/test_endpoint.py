@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from spmd_rl import envs
-from spmd_rl.envs.chat_server import tool_calls
+from spmd_rl.envs.chat_server import ChatServer, tool_calls
 from spmd_rl.episodes import PromptTooLong
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Completion, Task
-from tests.says import Says, trained_text, write_folder
+from tests.says import CHATML, Says, trained_text, write_folder
 
 
 def tasks(seed, split):
@@ -36,7 +36,7 @@ async def two_turns(url, data):
     _, answer = await asyncio.to_thread(post, url, {"model": "m", "messages": messages, "max_tokens": 7})
     data["answers"].append(answer)
     messages += [answer["choices"][0]["message"], {"role": "user", "content": "on"}]
-    _, answer = await asyncio.to_thread(post, url, {"model": "m", "messages": messages})
+    _, answer = await asyncio.to_thread(post, url, {"model": "m", "messages": messages, "n": None})
     data["answers"].append(answer)
     return {"first": 1.0, "second": 0.5}
 
@@ -51,6 +51,7 @@ async def mistakes(url, data):
     base = {"messages": [{"role": "user", "content": "x"}]}
     for at, body in (
         (url, base | {"n": 2}),
+        (url, base | {"max_tokens": 512.0}),
         (url, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         (url, {"messages": 7}),
         (url, [1]),
@@ -115,9 +116,13 @@ def test_what_is_not_offered_is_refused_and_an_ended_episode_is_gone(tmp_path):
         return post(data["url"], {"messages": []})
 
     _, _, answers, rollout, after = play(tmp_path, "mistakes", then=afterwards)
-    assert [status for status, _ in answers] == [400, 400, 400, 400, 404, 404]
+    assert [status for status, _ in answers] == [400, 400, 400, 400, 400, 404, 404]
     messages = [answer["error"]["message"] for _, answer in answers]
-    assert messages[:2] == ["n = 2: one choice a request", "a message with parts of type image_url: only text"]
+    assert messages[:3] == [
+        "n = 2: one choice a request",
+        "max_tokens = 512.0: must be a whole number",
+        "a message with parts of type image_url: only text",
+    ]
     assert rollout.num_turns == 0 and after[0] == 404
 
 
@@ -135,9 +140,10 @@ def endpoint(tmp_path, program):
 
 
 def test_an_episode_that_ends_takes_its_requests_along(tmp_path):
-    cancelled = []
+    cancelled, failures = [], []
 
     async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
         begun, env = asyncio.Event(), endpoint(tmp_path, "hangs_up")
 
         async def generate(token_ids, max_tokens=None):
@@ -156,6 +162,83 @@ def test_an_episode_that_ends_takes_its_requests_along(tmp_path):
         await env.close()
 
     asyncio.run(main())
+    assert failures == []
+
+
+async def hangs_up_and_asks_again(url, data):
+    host, port = url.split("/")[2].split(":")
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}]})
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST /{url.split('/', 3)[3]}/chat/completions HTTP/1.1\r\n".encode())
+    writer.write(f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    await data["begun"].wait()
+    writer.close()
+    await writer.wait_closed()
+    await asyncio.to_thread(post, url, json.loads(body))
+    return 1.0
+
+
+def test_a_client_that_hangs_up_takes_its_request_along_and_what_nobody_read_is_not_trained(tmp_path):
+    async def main():
+        begun, env = asyncio.Event(), endpoint(tmp_path, "hangs_up_and_asks_again")
+        tokenizer = Tokenizer(tmp_path)
+        policy, cancelled = Says(tokenizer, "b<|end|>"), []
+
+        async def generate(token_ids, max_tokens=None):
+            if begun.is_set():
+                return await policy(token_ids, max_tokens)
+            begun.set()
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                cancelled.append(True)
+
+        rollout = await env.rollout(Task(env="", task_id="t", data={"begun": begun}), generate)
+        await env.close()
+        assert cancelled == [True] and rollout.segments == []
+        assert trained_text(tokenizer, rollout) == "b<|end|>"
+
+    asyncio.run(main())
+
+
+async def hangs_up_in_the_middle(url):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split("/")[2].split(":")[1]))
+    writer.write(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def test_half_a_request_is_not_answered(tmp_path):
+    async def main():
+        server = ChatServer(tokenizer=Tokenizer(write_folder(tmp_path)))
+        _, answer = await server.episode(Task(env="", task_id="t"), None, hangs_up_in_the_middle)
+        await server.close()
+        assert answer == b""
+
+    asyncio.run(main())
+
+
+def test_a_call_that_the_policy_did_not_sample_is_rendered_with_its_arguments_as_an_object(tmp_path):
+    template = CHATML.replace("message['content']", "(message.tool_calls or message['content']) | tojson")
+    tokenizer = Tokenizer(write_folder(tmp_path, template=template))
+    policy = Says(tokenizer, "b<|end|>")
+
+    async def program(url):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": a}} for a in ('{"x": 1}', "no JSON")]
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+        return await asyncio.to_thread(post, url, {"messages": messages})
+
+    async def main():
+        server = ChatServer(tokenizer=tokenizer)
+        _, (status, _) = await server.episode(Task(env="", task_id="t"), policy, program)
+        await server.close()
+        assert status == 200
+
+    asyncio.run(main())
+    ((prompt, _),) = policy.asked
+    assert '"arguments": {"x": 1}}' in prompt and '"arguments": "no JSON"}' in prompt
 
 
 async def asks_once(url, data):

@@ -81,6 +81,17 @@ def test_each_member_comes_back_once_with_its_ticket_and_its_own_seeds() -> None
     assert len({sampling.seed for sampling in asked}) == 4
 
 
+def test_a_turn_may_ask_for_fewer_tokens_than_the_run_allows_and_gets_no_more() -> None:
+    class Asks:
+        async def rollout(self, task: Task, generate: Callable) -> Rollout:
+            for max_tokens in (2, 4096, None):
+                await generate(np.ones(1), max_tokens)
+            return Rollout(env="", task_id="")
+
+    _, asked = _run(Asks())
+    assert sorted(sampling.max_tokens for sampling in asked) == [2, 2, 3, 3, 3, 3]
+
+
 def test_an_episode_that_raises_is_tried_again_and_its_tokens_count_as_wasted() -> None:
     rollouts, _ = _run(TwoTurns(failures=1))
     assert sorted(r.num_wasted_tokens for r in rollouts) == [0, 6]
