@@ -85,9 +85,8 @@ def _check(argv: Sequence[str]) -> int:
     config, _ = _read("spmd_rl check", argv)
     print(config_module.dump(config))
     print(f"age bound: {config.age_bound}")
-    trained = {"rank": config.lora.rank, "targets": config.lora.targets}
-    if needed := disk.needed_bytes(Path(config.model.path), keep_last=config.checkpoint.keep_last, **trained):
-        print(f"disk: {needed / 1e9:.2f} GB for checkpoints and the trained model, batches and metrics apart")
+    if needed := disk.needed_bytes(Path(config.model.path), **config.on_disk):
+        print(f"disk: {needed / 1e9:.2f} GB for checkpoints, trained model and weights/, batches and metrics apart")
     for line in config_module.warnings(config):
         print(f"warning: {line}")
     return 0

@@ -12,6 +12,7 @@ import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 BYTES_IN_CHECKPOINT = 12  # per parameter: float32 weights and AdamW's two moments
 BYTES_IN_EXPORT = 4
@@ -28,22 +29,32 @@ def num_additions(model: Path, *, rank: int, targets: Sequence[str]) -> int:
     return sum(rank * sum(s) for name, s in _shapes(model).items() if ".".join(name.split(".")[-2:]) in chosen)
 
 
-def needed_bytes(model: Path, *, keep_last: int, rank: int = 0, targets: Sequence[str] = ()) -> int:
-    """For the checkpoints that are kept, the one being written, and what is exported; `rank` 0: all is trained."""
+def needed_bytes(
+    model: Path,
+    *,
+    keep_last: int,
+    rank: int = 0,  # of LoRA; 0: all is trained
+    targets: Sequence[str] = (),
+    own_critic: bool = False,  # another model as large is trained
+    num_weights: int = 0,  # folders of weights for engines
+    weight_bytes: int = 4,  # of a parameter in there
+) -> int:
+    """For the checkpoints that are kept, the one being written, what is exported, and weights by disk."""
     num = num_parameters(model)
-    trained = num_additions(model, rank=rank, targets=targets) if rank else num
-    exported = num + (trained if rank else 0)
-    return trained * BYTES_IN_CHECKPOINT * (keep_last + 1) + exported * BYTES_IN_EXPORT
+    additions = num_additions(model, rank=rank, targets=targets) if rank else 0
+    trained = (additions or num) + own_critic * num
+    checkpoints = trained * BYTES_IN_CHECKPOINT * (keep_last + 1)
+    return checkpoints + (num + additions) * BYTES_IN_EXPORT + num_weights * num * weight_bytes
 
 
-def check_room(model: Path, folder: Path, *, keep_last: int, rank: int = 0, targets: Sequence[str] = ()) -> None:
+def check_room(model: Path, folder: Path, *, keep_last: int, **others: Any) -> None:
     """ValueError when the file system of `folder` cannot hold what the run will write; what is there counts as room."""
     written = sum(path.stat().st_size for path in folder.glob("checkpoints/**/*") if path.is_file())
-    needed = needed_bytes(model, keep_last=keep_last, rank=rank, targets=targets)
+    needed = needed_bytes(model, keep_last=keep_last, **others)
     free = shutil.disk_usage(folder).free + written
     if needed > free:
         raise ValueError(
-            f"{folder}: {free / 1e9:.1f} GB are free, checkpoints and model take {needed / 1e9:.1f} GB "
+            f"{folder}: {free / 1e9:.1f} GB are free, what the run writes takes {needed / 1e9:.1f} GB "
             f"({num_parameters(model) / 1e6:.0f}M parameters, checkpoint.keep_last = {keep_last} and one being written)"
         )
 

@@ -147,8 +147,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     run_dir = RunDir(Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     version, restored = starting_point(run_dir, config, restarted=world.generation > 1)
     run_dir.create()
-    trained = {"rank": config.lora.rank, "targets": config.lora.targets}
-    disk.check_room(model, run_dir.path, keep_last=config.checkpoint.keep_last, **trained)
+    disk.check_room(model, run_dir.path, **config.on_disk)
     run_dir.abandon_after(version)
     write_whole(run_dir.config, config_module.dump(config))
     print(config_module.dump(config))

@@ -139,6 +139,7 @@ class TrainerRank:
             return DiskSender(
                 weights=self._run_dir.weights,
                 export=lambda folder: self._trainer.export(folder, source, dtype),
+                kept=self._config.weights_kept,
                 reports=world.rank == world.trainer_ranks[0],
                 sent=self._sent,
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from spmd_rl import topology
 from spmd_rl.bounds import Bound, age_bound
 
 SETTINGS = dataclass(frozen=True, kw_only=True)
+PREFETCH = 1  # batches shipped ahead of the one that is trained; the ship gate's S takes its place
 
 
 @SETTINGS
@@ -363,6 +365,28 @@ class Config:
             max_age=None if staleness.max_age < 0 else staleness.max_age,
             over_age=staleness.over_age,
         )
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that are shipped before the version of the first of them is live."""
+        return self.staleness.max_staleness if self.staleness.gate == "ship" else PREFETCH
+
+    @property
+    def weights_kept(self) -> int:
+        """On disk: the live version, the next one that engines take, and batches_ahead that trainers are past that."""
+        return self.batches_ahead + 2
+
+    @property
+    def on_disk(self) -> dict[str, Any]:
+        """What disk.needed_bytes asks for."""
+        return {
+            "keep_last": self.checkpoint.keep_last,
+            "rank": self.lora.rank,
+            "targets": self.lora.targets,
+            "own_critic": self.trainer.advantage == "gae" and self.critic.body == "own",
+            "num_weights": self.weights_kept + 1 if self.weights.mode == "disk" else 0,  # and the one being written
+            "weight_bytes": 2 if self.model.dtype == "bfloat16" else 4,  # auto: at most
+        }
 
     @property
     def eval_concurrent(self) -> int:

@@ -47,7 +47,6 @@ from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.task_stream import TaskStream
 from spmd_rl.types import GroupWork, Rollout, Task
 
-PREFETCH = 1  # batches shipped ahead of the one that is trained; the ship gate's S takes its place
 PROBE_TOKENS = 256  # scored, at least
 CANCELLED = "cancelled"  # the error of a rollout that was given up on purpose
 
@@ -174,8 +173,7 @@ class Orchestrator:
             ledger=self.ledger,
             observe=difficulty.observe,
         )
-        ahead = staleness.max_staleness if staleness.gate == "ship" else PREFETCH
-        self.hold = ShipHold(self.policy, max_staleness=ahead, clock=clock)
+        self.hold = ShipHold(self.policy, max_staleness=config.batches_ahead, clock=clock)
         self.watcher = WeightWatcher(announced=self._announced, reload=self._reload, policy=self.policy, clock=clock)
         self.evals = EvalRunner(
             tasks=eval_tasks,

@@ -1,9 +1,9 @@
 """Weights by way of the file system: weights/step_<V>/, an ordinary Hugging Face folder for each version.
 
-For engines that no process group reaches, outside the job or inside it.  A folder is complete or absent; the newest few
-are kept, so a reader that was told of one has time to read it.  Who tells readers of a version polls for its folder.
-Same interface as WeightSender and WeightReceiver; the checksums are of the tensors as both sides read them back.
-Knows nothing of ranks or of who reads.
+For engines that no process group reaches, outside the job or inside it.  A folder is complete or absent; the newest are
+kept, the live one and the next among them however far the trainers are ahead.  Who tells readers of a version polls for
+its folder.  Same interface as WeightSender and WeightReceiver; the checksums are of the tensors as both sides read them
+back.  Knows nothing of ranks or of who reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from spmd_rl.weights.checksum import tensor_checksum
 from spmd_rl.weights.delta import squared_change
 from spmd_rl.weights.wire import END, Deliver, Failed, Received, SendReport
 
-KEPT = 2  # versions
 FILE = "model.safetensors"
 
 
@@ -38,11 +37,12 @@ class DiskSender:
         *,
         weights: Path,
         export: Callable[[Path], None],  # writes the folder, complete or not at all; all trainer ranks together
+        kept: int,  # versions
         reports: bool,
         sent: Callable[[SendReport], None],
     ) -> None:
         self.report: SendReport | None = None
-        self._weights, self._export, self._reports, self._sent = weights, export, reports, sent
+        self._weights, self._export, self._kept, self._reports, self._sent = weights, export, kept, reports, sent
 
     def publish(self, version: int) -> float:
         """Write the version; the trainer is held as long.  Returns the seconds."""
@@ -60,7 +60,7 @@ class DiskSender:
                 update_norm=norm,
                 checksums=tuple(sums),
             )
-            shutil.rmtree(folder_of(self._weights, version - KEPT), ignore_errors=True)
+            shutil.rmtree(folder_of(self._weights, version - self._kept), ignore_errors=True)
             self._sent(self.report)
         return hold_s
 

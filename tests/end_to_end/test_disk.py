@@ -56,7 +56,7 @@ def test_a_full_disk_is_named_and_with_room_again_the_run_goes_on(mount, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("options", "text"), [("size=8m", "GB are free, checkpoints and model take"), ("ro", "Read-only")]
+    ("options", "text"), [("size=8m", "GB are free, what the run writes takes"), ("ro", "Read-only")]
 )
 def test_a_disk_that_cannot_do_is_refused_in_a_line(mount, tmp_path, options, text):
     mount(options)

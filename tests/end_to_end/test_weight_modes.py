@@ -43,11 +43,21 @@ def test_weights_by_disk_are_folders_that_others_can_read(tmp_path):
     job = run("tiny_cpu.toml", tmp_path / "run", *SHORT, "weights.mode=disk", "topology.trainer=2", num_ranks=3)
     assert all(step["weights/update_norm"] > 0 for step in done(job))
     folders = sorted((job.folder / "weights").iterdir())
-    assert [folder.name for folder in folders] == [f"step_{STEPS - 1}", f"step_{STEPS}"]  # older ones are gone
+    assert [folder.name for folder in folders] == [f"step_{STEPS - n}" for n in (2, 1, 0)]  # older ones are gone
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folders[-1], check=True)
     newest = load_file(folders[-1] / "model.safetensors")
     for name, parameter in AutoModelForCausalLM.from_pretrained(job.folder / "model").named_parameters():
         assert torch.equal(newest[name], parameter), name
+
+
+@pytest.mark.full
+def test_weights_by_disk_wait_for_engines_however_far_the_trainers_are_ahead(tmp_path):
+    """A pinned evaluation holds the engines while the trainers go on up to S + 1 versions."""
+    far = ["staleness.gate=ship", "staleness.max_staleness=4", "staleness.queue_size=96", "rollout.batch_size=16"]
+    pin = ["eval.every=2", "eval.pin=true", "eval.num_tasks=96", "eval.max_concurrent=1"]
+    job = run("tiny_cpu.toml", tmp_path / "run", "run.steps=12", *far, *pin, "weights.mode=disk")
+    assert job.code == 0, job.output
+    assert job.summary["version"] == 12
 
 
 @pytest.mark.full

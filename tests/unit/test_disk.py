@@ -14,6 +14,12 @@ def test_a_model_is_counted_without_being_read(tmp_path):
     assert disk.needed_bytes(tmp_path, keep_last=2) == 36 * (3 * 12 + 4)
 
 
+def test_a_critic_of_its_own_and_weights_by_disk_are_counted(tmp_path):
+    save_file({"a": np.zeros((10, 3), np.float32)}, tmp_path / "1.safetensors")
+    counted = {"own_critic": True, "num_weights": 4, "weight_bytes": 2}
+    assert disk.needed_bytes(tmp_path, keep_last=1, **counted) == 60 * 12 * 2 + 30 * 4 + 4 * 30 * 2
+
+
 def test_lora_keeps_what_it_adds_and_writes_the_model_once(tmp_path):
     shapes = {"0.q.weight": (10, 4), "0.k.weight": (6, 4), "0.q.bias": (10,), "q_norm.weight": (4,)}
     save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "1.safetensors")
@@ -25,5 +31,5 @@ def test_lora_keeps_what_it_adds_and_writes_the_model_once(tmp_path):
 def test_too_little_room_is_refused_with_the_numbers(tmp_path):
     save_file({"a": np.zeros(1_000_000, np.float32)}, tmp_path / "model.safetensors")
     disk.check_room(tmp_path, tmp_path, keep_last=1)
-    with pytest.raises(ValueError, match=r"GB are free, checkpoints and model take 1200.* GB \(1M parameters"):
+    with pytest.raises(ValueError, match=r"GB are free, what the run writes takes 1200.* GB \(1M parameters"):
         disk.check_room(tmp_path, tmp_path, keep_last=100_000)
