@@ -148,13 +148,15 @@ class EngineThread:
         self._commands.put(command)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the step that it is in."""
+        """End the thread after the step that it is in; raises if that does not end in time."""
 
         def command() -> None:
             self._closed = True
 
         self._commands.put(command)
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's step did not end within {timeout_s:.0f} s")
 
     def _run(self) -> None:
         try:
@@ -197,7 +199,7 @@ class EngineThread:
         self.stats.busy_s += pause_s
         self.stats.pause_s += pause_s
         self.stats.swaps += 1
-        self._swap = None
+        self._swap = self._held_since = None
         swap.loaded(pause_s)
         while self._held:
             self._submit(*self._held.popleft())

@@ -94,6 +94,8 @@ class Verifiers:
                     if "error" in answer:
                         raise ValueError(f"verifiers {self._name}: {answer['error']}")
                     yield answer
+                if code := child.wait():
+                    raise ValueError(f"verifiers {self._name}: the process that lists the rows ended with code {code}")
             finally:
                 child.kill()
 

@@ -96,8 +96,9 @@ class _TasksetAndHarness:
         import verifiers.v1 as vf
 
         if self._serving is None:
-            self._serving = self._env.serving()
-            await self._serving.__aenter__()
+            serving = self._env.serving()
+            await serving.__aenter__()
+            self._serving = serving
         kind = type(self._env.taskset).task_type()
         task = kind(kind.data_type().model_validate(row), self._env.config.taskset.task)
         client = vf.EvalClientConfig(base_url=url, api_key_var=NO_KEY)
@@ -143,7 +144,7 @@ def _list(name: str, settings: str, split: str) -> None:
         print(json.dumps(head), file=lines)
         for row in rows:
             print(json.dumps(row), file=lines)
-    except Exception as error:  # the package's or the environment's: said by whoever reads
+    except (Exception, SystemExit) as error:  # the package's or the environment's: said by whoever reads
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=lines)
     lines.flush()
 
@@ -151,3 +152,5 @@ def _list(name: str, settings: str, split: str) -> None:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[4]))
     _list(*sys.argv[1:4])
+    sys.stdout.flush()
+    os._exit(0)  # whatever threads and exit handlers the package has left

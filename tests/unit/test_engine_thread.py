@@ -153,6 +153,34 @@ def test_a_pin_lets_pass_what_has_arrived_and_what_it_names() -> None:
     assert _play(script, "hold")[0] == 2
 
 
+def test_a_later_pin_that_lets_weights_pass_ends_their_being_held_back() -> None:
+    async def script(thread: EngineThread, engine: CountingEngine) -> None:
+        assert await _pinned(thread, 0) == (0, 0.0)
+        swapped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        thread.load(dict, 1, lambda pause_s: loop.call_soon_threadsafe(swapped.set))
+        assert (await _pinned(thread, 1))[0] == 1
+        await swapped.wait()
+        assert await _pinned(thread, None) == (1, 0.0)
+
+    _play(script)
+
+
+def test_a_step_that_does_not_end_is_no_silent_end() -> None:
+    async def script(thread: EngineThread, engine: CountingEngine) -> None:
+        waiting = asyncio.create_task(thread.generate(np.ones(1), THREE))
+        while engine.num_entered < 1:
+            await asyncio.sleep(0)
+        try:
+            with pytest.raises(TimeoutError, match="the engine's step did not end within 0 s"):
+                thread.close(0.0)
+        finally:
+            engine.steps.release(100)
+            waiting.cancel()
+
+    _play(script)
+
+
 def test_a_prompt_that_does_not_fit_fails_its_episode_and_not_the_engine() -> None:
     async def script(thread: EngineThread, engine: CountingEngine) -> Completion:
         with pytest.raises(ValueError, match="empty prompt"):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from spmd_rl import envs
+from spmd_rl.envs import verifiers_child
 from spmd_rl.tokenizer import Tokenizer
-from spmd_rl.workers import TimedOut
+from spmd_rl.workers import TimedOut, Workers
 from tests.says import CHATML, Says, trained_text, write_folder
 
 FAKE = Path(__file__).parent / "verifiers_fake"
@@ -97,12 +98,45 @@ def test_an_evaluation_set_is_the_environments_own_or_made_by_other_settings(mak
         ({"name": "gone"}, "verifiers gone: ModuleNotFoundError: No module named 'gone'"),
         ({"settings": {"nam": 1}}, "unexpected keyword argument 'nam'"),
         ({"settings": {"by_group": True}}, "it scores the rollouts of a group together"),
+        ({"settings": {"leave": 0}}, "verifiers fake_words: SystemExit: 0"),
+        ({"settings": {"killed": True}}, "verifiers fake_words: the process that lists the rows ended with code -9"),
         ({"holdout": -1}, "holdout = -1 and max_epochs = 0 must be at least 0"),
     ],
 )
 def test_what_is_wrong_with_an_environment_is_said(make, args, message):
     with pytest.raises(ValueError, match=message):
         next(make(**args)[0].tasks(0, "train"))
+
+
+NOT_READY = """
+from types import SimpleNamespace
+
+class NotReady:
+    async def __aenter__(self):
+        raise OSError("not ready")
+
+def resolve_env_config(config):
+    return config
+
+def load_environment(config):
+    return SimpleNamespace(serving=NotReady)
+"""
+
+
+def test_what_an_environment_needs_is_started_again_after_it_has_failed(tmp_path, monkeypatch):
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "__init__.py").touch()
+    (tmp_path / "verifiers" / "v1.py").write_text(NOT_READY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[2]}")
+
+    async def main():
+        workers = Workers(num=1, timeout_s=60.0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="OSError: not ready"):
+                await workers.call(verifiers_child.play, "any", "{}", {}, "http://127.0.0.1:9/v1")
+        await workers.close()
+
+    asyncio.run(main())
 
 
 CLASSIC = """

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
+import signal
+import sys
 import time
 
 from verifiers.clients import ask
@@ -17,14 +20,20 @@ def load_environment(name, **settings):
 class Words:
     """The model may look a word up by a tool; the reward is for saying it, and a metric counts the calls."""
 
-    def __init__(self, num=6, own_eval=False, hang=False, by_group=False):
+    def __init__(self, num=6, own_eval=False, hang=False, by_group=False, leave=None, killed=False):
         self.requires_group_rollouts = by_group
         self.rows = [{"example_id": i, "prompt": f"word {i}?", "answer": f"w{i}"} for i in range(num)]
-        self.own_eval, self.hang = own_eval, hang
+        self.own_eval, self.hang, self.killed = own_eval, hang, killed
+        if leave is not None:
+            sys.exit(leave)
 
     def get_dataset(self):
         print("to stdout, as packages do")
-        return self.rows
+        return self.until_killed() if self.killed else self.rows
+
+    def until_killed(self):
+        yield from self.rows
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def build_eval_dataset(self):
         return [{"example_id": 99, "prompt": "word 99?", "answer": "w99"}] if self.own_eval else None
