@@ -12,28 +12,37 @@ Counts = Mapping[int, Mapping[str, float]]  # an engine's counters, by the rank 
 
 
 class EngineFigures:
-    """`count` whenever there are new counters; `rates` while the run goes on, `idle` and `summary` at its end."""
+    """`count` whenever there are new counters; `rates` while the run goes on, `idle` and `summary` at its end.
+
+    Example: a reader that asks once a step gets the rates of that step, whoever counts in between.
+    """
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._counted: list[tuple[float, Counts]] = []  # with their times; the newest, and back to SPAN_S before it
+        self._newest: tuple[float, Counts] | None = None  # with its time
+        self._read: dict[str, list[tuple[float, Counts]]] = {}  # by reader, the newest and back to SPAN_S before it
         self._window: list[tuple[float, Counts]] = []  # at the first admission, at the last batch
 
     def count(self, counts: Counts) -> None:
-        now = self._clock()
-        self._counted.append((now, counts))
-        while len(self._counted) > 2 and now - self._counted[1][0] >= SPAN_S:
-            del self._counted[0]
+        self._newest = (self._clock(), counts)
 
     def mark(self) -> None:
         """At the newest count the window begins in which there are batches to fill; called again, it ends."""
-        self._window = [*self._window[:1], self._counted[-1]]
+        assert self._newest is not None
+        self._window = [*self._window[:1], self._newest]
 
-    def rates(self) -> dict[str, float]:
-        """Metrics of the last second or more."""
-        if len(self._counted) < 2:
+    def rates(self, reader: str) -> dict[str, float]:
+        """Metrics from the count that this reader saw last to the newest one; of SPAN_S at least."""
+        if self._newest is None:
             return {}
-        each = _between(self._counted[0], self._counted[-1])
+        counted = self._read.setdefault(reader, self._window[:1])
+        if not counted or counted[-1] is not self._newest:
+            counted.append(self._newest)
+        while len(counted) > 2 and self._newest[0] - counted[1][0] >= SPAN_S:
+            del counted[0]
+        if len(counted) < 2:
+            return {}
+        each = _between(counted[0], counted[-1])
         total = _together(list(each.values()))
         several = each if len(each) > 1 else {}
         return {f"engine/{name}": value for name, value in total.items()} | {
@@ -56,7 +65,7 @@ class EngineFigures:
                 "updates": counts["swaps"],
                 "mean_pause_s": counts["pause_s"] / max(counts["swaps"], 1),
             }
-            for rank, counts in (self._counted[-1][1] if self._counted else {}).items()
+            for rank, counts in (self._newest[1] if self._newest else {}).items()
         }
 
 

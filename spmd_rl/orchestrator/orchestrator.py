@@ -400,10 +400,11 @@ class Orchestrator:
         self._last_version = index
 
     async def _record_steps(self) -> None:
-        """After each version its metrics and evaluation.  Waits for: a shipped batch, then the policy."""
+        """After each version its metrics and evaluation.  Waits for: a shipped batch, the policy, counters."""
         eval_every = self._config.eval.every
         while (version := await self._shipped.get()) is not None:
             await self.policy.reached(version)
+            await self._audit_tokens()
             self._record_step(version)
             if self._probe and version % self._config.run.probe_every == 0:
                 self._later(self._compare_probe(version))
@@ -434,7 +435,7 @@ class Orchestrator:
             "queue/out_depth": self.dispatcher.output_depth + self.sink.num_waiting // self._config.rollout.group_size,
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
-            **self._report.engines.rates(),
+            **self._report.engines.rates("step"),
             "data/drawn": self._tasks.cursor,
             "data/passed_over": self._tasks.num_passed_over,
             **{f"data/{name}": value for name, value in self._difficulty.summary().items()},
@@ -447,7 +448,6 @@ class Orchestrator:
             )
         self._recorder.write("step", version, values)
         self._report.step(version, values)
-        self._later(self._audit_tokens())
 
     # ---- engines
 
@@ -621,7 +621,7 @@ class Orchestrator:
         }
 
     def _emit_interval(self, values: dict[str, float]) -> None:
-        self._recorder.write("interval", self.policy.version, values | self._report.engines.rates())
+        self._recorder.write("interval", self.policy.version, values | self._report.engines.rates("interval"))
         self._later(self._audit_tokens())
 
 

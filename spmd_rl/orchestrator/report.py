@@ -107,15 +107,14 @@ class Report:
         self._num_steps += 1
         self._trained_tokens += values["trainer/tokens"]
         self._parked_s += values["time/parked_s"]
-        rates = self.engines.rates()
         recent = self._step_times
         left_s = (recent[-1] - recent[0]) / max(1, len(recent) - 1) * (self._steps - version)
         bound = "" if self._bound.age is None else f" (bound {self._bound.age})"
         self.say(
             f"step {version:>{len(str(self._steps))}}/{self._steps}  reward {values['reward']:.3f}  "
             f"age mean {values['age/rollout_mean']:.2f} max {values['age/rollout_max']:.0f}{bound}  "
-            f"idle trainer {_share(self.trainer_idle)} engine {_share(rates.get('engine/idle'))}  "
-            f"tokens/s generated {rates.get('engine/tokens_per_s', 0):.0f} trained "
+            f"idle trainer {_share(self.trainer_idle)} engine {_share(values.get('engine/idle'))}  "
+            f"tokens/s generated {values.get('engine/tokens_per_s', 0):.0f} trained "
             f"{values['trainer/tokens_per_s']:.0f}  left {_duration(left_s)}"
         )
 

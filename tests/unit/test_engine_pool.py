@@ -91,11 +91,11 @@ def counters(**changed: float) -> dict[str, float]:
 def test_figures_of_two_engines_since_the_count_before():
     times = iter([10.0, 12.0, 20.0])
     figures = EngineFigures(clock=lambda: next(times))
-    assert figures.rates() == {} and figures.idle is None and figures.summary() == {}
+    assert figures.rates("step") == {} and figures.idle is None and figures.summary() == {}
     figures.count({0: counters(), 3: counters()})
     figures.mark()
     figures.count({0: counters(tokens=100, busy_s=2), 3: counters(tokens=20, busy_s=1)})
-    rates = figures.rates()
+    rates = figures.rates("step")
     assert (rates["engine/tokens_per_s"], rates["engine/idle"]) == (60.0, 0.25)
     figures.count(
         {
@@ -104,7 +104,7 @@ def test_figures_of_two_engines_since_the_count_before():
         }
     )
     figures.mark()
-    assert figures.rates() == {
+    assert figures.rates("step") == {
         "engine/tokens_per_s": 110.0,
         "engine/idle": 0.375,
         "engine/running": 6,
@@ -127,7 +127,16 @@ def test_one_engine_is_all_there_is_to_say():
     figures = EngineFigures(clock=lambda: next(times))
     for tokens in (0, 50, 101):
         figures.count({0: counters(tokens=tokens)})
-    assert figures.rates()["engine/tokens_per_s"] == 100  # the last count but one is too young
-    assert figures.rates().keys() == {
-        f"engine/{name}" for name in ("tokens_per_s", "running", "waiting", "idle", "kv_used")
-    }
+        rates = figures.rates("step")
+    assert rates["engine/tokens_per_s"] == 100  # the last count but one is too young
+    assert rates.keys() == {f"engine/{name}" for name in ("tokens_per_s", "running", "waiting", "idle", "kv_used")}
+
+
+def test_a_step_has_the_rates_of_the_step_whoever_counts_in_between():
+    times = iter([0.0, 9.0, 10.0, 12.0, 20.0])
+    figures = EngineFigures(clock=lambda: next(times))
+    rates = {}
+    for reader, tokens in (("step", 0), ("interval", 90), ("step", 100), ("interval", 100), ("step", 160)):
+        figures.count({0: counters(tokens=tokens)})
+        rates[reader] = figures.rates(reader).get("engine/tokens_per_s")
+    assert rates == {"step": 6.0, "interval": pytest.approx(10 / 3)}
