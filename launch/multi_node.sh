@@ -6,7 +6,8 @@
 # RUN_ID        a name of the job that all nodes agree on
 # IFACE         the network interface of rendezvous, gloo and NCCL; without it the one on the way to MASTER
 # NPROC         ranks per node, 8
-# MAX_RESTARTS  failures after which this node tries again, 3; the run goes on from its newest complete checkpoint
+# MAX_RESTARTS  failures after which this node tries again, 3; the run goes on from its newest complete checkpoint.
+#               A run that was refused (code 2) or stopped (143, 130), here or on another node, is not started again
 # PAUSE_S       before it does, so that the other nodes have ended as well, 20 s
 # JOIN_S        how long nodes wait for one that is missing, at the start and after a failure, 600 s
 # READ_S        how long a node tries to reach MASTER, 60 s
@@ -37,9 +38,13 @@ export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # a hung NCCL collective leaves what every rank was at, and an error on one rank reaches the others
 export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1
 
-stopping=
+# what its ranks say of each start: "started 1", "ended <code>"
+SPMD_RL_NOTES=$(mktemp); export SPMD_RL_NOTES
+trap 'rm -f "$SPMD_RL_NOTES"' EXIT
+stopping= restarts=0
 pass_on() { stopping=1; kill -"$1" "$child" 2>/dev/null || true; }
-for ((restarts = 0; ; restarts++)); do
+for ((failures = 1; ; failures++)); do
+    : >"$SPMD_RL_NOTES"
     # a session of its own: a signal to this script's process group must not reach torchrun twice
     SPMD_RL_RESTARTS=$restarts setsid "$venv/bin/torchrun" --nnodes="$NNODES" --nproc-per-node="${NPROC:-8}" \
         --rdzv-backend=c10d --rdzv-endpoint="$MASTER" --rdzv-id="${RUN_ID:-spmd_rl}" --local-addr="$address" \
@@ -49,8 +54,12 @@ for ((restarts = 0; ; restarts++)); do
     trap 'pass_on TERM' TERM
     trap 'pass_on INT' INT
     until wait "$child"; code=$?; ! kill -0 "$child" 2>/dev/null; do :; done  # a signal ends a wait, not the child
-    if [ "$code" = 0 ] || [ -n "$stopping" ] || [ "$restarts" -ge "${MAX_RESTARTS:-3}" ]; then exit "$code"; fi
-    echo "multi_node.sh: torchrun ended with $code, starting again in ${PAUSE_S:-20} s (restart $((restarts + 1)))" >&2
+    if [ "$code" = 0 ] || [ -n "$stopping" ]; then exit "$code"; fi
+    ended=$(sed -n 's/^ended //p' "$SPMD_RL_NOTES" | tail -n 1)
+    if [ -n "$ended" ]; then exit "$ended"; fi
+    if [ "$failures" -gt "${MAX_RESTARTS:-3}" ]; then exit "$code"; fi
+    if grep -q '^started' "$SPMD_RL_NOTES"; then restarts=$((restarts + 1)); fi
+    echo "multi_node.sh: torchrun ended with $code, starting again in ${PAUSE_S:-20} s (restart $failures)" >&2
     sleep "${PAUSE_S:-20}" &
     child=$!
     wait "$child" || exit 143

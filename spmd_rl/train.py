@@ -38,7 +38,7 @@ from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.workers import die_with_parent
-from spmd_rl.world import World, check_shared_folder, end_process, end_sibling, join, leave
+from spmd_rl.world import World, check_shared_folder, end_process, end_sibling, join, leave, note
 
 T = TypeVar("T")
 PREPARE_S = 1800.0  # that the ranks wait for the model to be made
@@ -72,7 +72,9 @@ def train(config: Config, name: str) -> None:
     except ValueError as error:
         if world.leads:
             print(f"error: {error}", file=sys.stderr)
+        note(world, "ended", 2)
         end_process(2)
+    note(world, "started")
     live = Liveness(
         store=world.store,
         rank=world.rank,
@@ -83,7 +85,8 @@ def train(config: Config, name: str) -> None:
     )
     signals = StopSignals(shutdown_s=config.run.shutdown_s + GRACE_S, end=end_process)
     try:
-        code = _play(world, config, start, live, signals)
+        if code := _play(world, config, start, live, signals):
+            note(world, "ended", code)
         live.progress("waiting for all to leave")
         leave(world, timeout_s=config.run.shutdown_s)
     except BaseException as error:
@@ -145,7 +148,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
         envs.check_tasks(env_name, made, seed=config.run.seed, splits=splits)
     run_dir = RunDir(Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
-    version, restored = starting_point(run_dir, config, restarted=world.generation > 1)
+    version, restored = starting_point(run_dir, config, restarted=world.restarted)
     run_dir.create()
     disk.check_room(model, run_dir.path, **config.on_disk)
     run_dir.abandon_after(version)

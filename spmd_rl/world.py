@@ -53,7 +53,7 @@ class Place:
     host: str
     device: str  # unique on the host; "cpu" where the rank has no accelerator
     name: str  # as torch calls it there: "cpu", "cuda:1"
-    restarts: int = 0  # of its torchrun, by the script that started it; a node that came back counts anew
+    restarts: int = 0  # of its torchrun after starts that began, by its script; a node that came back counts anew
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +72,8 @@ class World:
     device: torch.device
     places: tuple[Place, ...]  # [W]
     generation: int  # 1 at the first start, one more after every restart of the world
+    restarted: bool  # an earlier start of this job began: it got past all that may be refused
+    job: Store  # of all starts by this torchrun
     store: Store  # of this generation; a thread uses its own store.clone()
     ctl: ProcessGroup
     bar: ProcessGroup
@@ -150,13 +152,18 @@ def join(
     start_timeout = timedelta(seconds=start_timeout_s)
     raw_store, rank, world_size = next(rendezvous("env://", timeout=start_timeout))
     generation = _meet(raw_store, rank, world_size)
-    store = dist.PrefixStore(f"spmd_rl/{generation}", raw_store)
+    store, job = dist.PrefixStore(f"spmd_rl/{generation}", raw_store), dist.PrefixStore("spmd_rl/job", raw_store)
+    if job.check(["ended"]):
+        print(f"rank {rank}: this job was refused or stopped, and is not started again", file=sys.stderr)
+        end_process(int(job.get("ended")))
+    restarted = job.check(["started"])
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size, timeout=start_timeout
     )
     device, place = _choose_device(topology, rank, local_rank)
     places = _exchange(store, rank, world_size, place)
-    generation += max(place.restarts for place in places)
+    restarts = max(place.restarts for place in places)
+    generation += restarts
 
     def group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> ProcessGroup | None:
         made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
@@ -213,6 +220,8 @@ def join(
         device=device,
         places=places,
         generation=generation,
+        restarted=restarted or restarts > 0,
+        job=job,
         store=store,
         ctl=ctl,
         bar=bar,
@@ -237,8 +246,19 @@ def alone() -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
+def note(world: World, word: str, value: int = 1) -> None:
+    """What later starts of this job are to know: that it "started", or "ended" with a code and starts no more.
+
+    torchrun keeps it in its store; launch/multi_node.sh, each of whose torchruns has a new one, in a file.
+    """
+    if path := os.environ.get("SPMD_RL_NOTES"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{word} {value}\n")
+    world.job.set(word, str(value))
+
+
 def check_shared_folder(world: World, folder: Path) -> None:
-    """Refuse a run directory that is not one file system on all ranks; all ranks call it."""
+    """Refuse, on all ranks alike, a run directory that is not one file system on all of them; all ranks call it."""
     token_file = folder / ".shared"
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -247,11 +267,14 @@ def check_shared_folder(world: World, folder: Path) -> None:
         world.store.set("shared folder", token)
     token = world.store.get("shared folder").decode()
     seen = token_file.read_text() if token_file.exists() else "nothing"
-    if seen != token:
-        raise ValueError(
-            f"run directory {folder} on {world.places[world.rank].host} (rank {world.rank}) is not the one that rank 0 "
-            f"on {world.places[0].host} sees: set run.dir to a file system that all nodes share"
-        )
+    error = (
+        f"run directory {folder} on {world.places[world.rank].host} (rank {world.rank}) is not the one that rank 0 "
+        f"on {world.places[0].host} sees: set run.dir to a file system that all nodes share"
+    )
+    world.store.set(f"shared folder/{world.rank}", error if seen != token else "")
+    answers = world.store.multi_get([f"shared folder/{rank}" for rank in range(world.world_size)])
+    if errors := [answer.decode() for answer in answers if answer]:
+        raise ValueError(errors[0])
 
 
 def leave(world: World, *, timeout_s: float = 20.0) -> None:

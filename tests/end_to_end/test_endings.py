@@ -16,11 +16,12 @@ from tests.end_to_end.test_failures import failing
 
 
 def test_a_signal_to_any_rank_stops_the_run_and_every_rank_says_so(tmp_path):
-    with LiveJob(tmp_path, "run.steps=1000", "eval.every=2") as job:
+    with LiveJob(tmp_path, "run.steps=1000", "eval.every=2", max_restarts=1) as job:
         job.wait_for(r"step +3/")
         job.send(signal.SIGTERM, rank=1)
         job.wait()
         assert job.exit_codes == {0: 143, 1: 143}, job.output
+        assert "start number 2" not in job.output, job.output  # torchrun started again, and it did not go on
         assert "run failed" not in job.output
     end = summary(tmp_path)
     version, folder = checkpoint.newest(tmp_path / "checkpoints")
@@ -120,9 +121,10 @@ def test_what_cannot_be_resumed_is_refused_by_path_and_reason(tmp_path):
     words = json.loads(state.read_text())
     words["path"]["next_ticket"] += 1
     state.write_text(json.dumps(words))
-    with LiveJob(tmp_path, "run.steps=4") as job:
+    with LiveJob(tmp_path, "run.steps=4", max_restarts=1) as job:
         assert job.wait() == 1
         assert job.exit_codes == {0: 2, 1: 2}
+        assert job.output.count("error: cannot resume") == 1  # nor is it tried again
         assert f"{state}: " in job.wait_for("^error: cannot resume: ")
     assert not list(tmp_path.glob("batches/step_2.*"))
 

@@ -71,7 +71,17 @@ def test_a_cut_link_ends_the_run_with_an_error_on_both_nodes(nodes, tmp_path, ho
     checkpoint.verify(checkpoint.newest(run_dir / "checkpoints")[1])
 
 
-def test_a_signal_to_all_nodes_stops_the_run_with_a_checkpoint(nodes, tmp_path):
+def test_what_is_refused_is_not_tried_again(nodes, tmp_path):
+    with (
+        nodes.start(0, tmp_path / "run", "run.resume=must") as first,
+        nodes.start(1, tmp_path / "run", "run.resume=must") as second,
+    ):
+        assert (first.wait(), second.wait()) == (2, 2), first.output + second.output
+    assert "error: nothing to resume: no complete checkpoint" in first.output
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_to_one_node_or_all_stops_the_run_with_a_checkpoint(nodes, tmp_path, signals):
     run_dir = tmp_path / "run"
     with (
         nodes.start(0, run_dir, "run.steps=1000") as first,
@@ -79,8 +89,9 @@ def test_a_signal_to_all_nodes_stops_the_run_with_a_checkpoint(nodes, tmp_path):
     ):
         first.wait_for(r"step +3/")
         second.send(signal.SIGTERM)
-        first.wait_for("stopping on SIGTERM")  # by word of the other, before its own signal
-        first.send(signal.SIGTERM)
+        first.wait_for("stopping on SIGTERM")  # by word of the other
+        if signals == 2:
+            first.send(signal.SIGTERM)
         assert first.wait() != 0
         assert second.wait() != 0
     assert "starting again" not in first.output + second.output

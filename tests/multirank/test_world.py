@@ -72,21 +72,24 @@ def test_fsdp_shards_over_the_mesh_replicated_or_not(dp_replicate):
     assert first == second
 
 
-def joins_a_restarted_world() -> int:
+def joins_a_restarted_world(began: bool) -> tuple[int, bool]:
     """The first start is played by keys that dead ranks left behind, under the same numbers and with old addresses."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if os.environ["RANK"] == "1":
         store.compare_set("spmd_rl/start/1/1", "", "nonce of the dead rank 1")
         store.add("spmd_rl/start", 1)
+        if began:
+            store.set("spmd_rl/job/started", "1")
         store.set("left behind", "1")
     store.wait(["left behind"], timedelta(seconds=20))
     world = join(num_inference=1, num_trainers=1)
     dist.barrier(group=world.ctl)
-    return world.generation
+    return world.generation, world.restarted
 
 
-def test_a_restarted_world_does_not_meet_its_dead():
-    assert run_processes(joins_a_restarted_world, 2) == [2, 2]
+@pytest.mark.parametrize("began", [False, True])
+def test_a_restarted_world_does_not_meet_its_dead_and_knows_whether_they_began(began):
+    assert run_processes(joins_a_restarted_world, 2, began) == [(2, began), (2, began)]
 
 
 def comes_late(world: World) -> str:
@@ -106,14 +109,19 @@ def test_leaving_names_the_rank_that_did_not_come():
     assert "1 failed to pass monitoredBarrier" in run_worlds(comes_late, 1, 1)[0]
 
 
-def checks_a_folder(world: World, folder: str) -> None:
-    check_shared_folder(world, Path(folder) / ("shared" if folder.endswith("one") else str(world.rank)))
+def checks_a_folder(world: World, folder: str) -> str:
+    try:
+        check_shared_folder(world, Path(folder) / ("shared" if folder.endswith("one") else str(world.rank)))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-def test_a_run_directory_that_is_not_shared_is_refused(tmp_path):
-    run_worlds(checks_a_folder, 1, 1, str(tmp_path / "one"))
-    with pytest.raises(RankFailed, match=r"set run\.dir to a file system that all nodes share"):
-        run_worlds(checks_a_folder, 1, 1, str(tmp_path / "two"))
+def test_a_run_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path):
+    assert run_worlds(checks_a_folder, 1, 1, str(tmp_path / "one")) == ["", ""]
+    first, second = run_worlds(checks_a_folder, 1, 1, str(tmp_path / "two"))
+    assert first == second
+    assert "(rank 1) is not the one that rank 0" in first
 
 
 def joins_the_wrong_world() -> None:

@@ -86,7 +86,7 @@ def prepared(path: Path, run_dir: Path, model: Path) -> str:
     """What rank 0 says before anything is built, beyond the config itself: "" if nothing is wrong."""
     overrides = [f"run.dir={run_dir}", f"model.path={model}", "model.make="]
     try:
-        world = SimpleNamespace(generation=1, device=torch.device("cpu"), describe=lambda: "")
+        world = SimpleNamespace(restarted=False, engine_device=torch.device("cpu"), describe=lambda: "")
         train._prepare(world, config.load(path, overrides), "config")
     except (ValueError, OSError) as error:
         return str(error)
