@@ -26,6 +26,7 @@ def build_engine(config: Config, *, device: torch.device, group: ProcessGroup) -
 
     To be called before any thread uses torch.distributed.
     """
+    check_lengths(config, device)
     inference, dtype = config.inference, engine_dtype(config.model.dtype, device)
     model = build(config.model.path, device=device, dtype=dtype, weights=False)
     specs = manifest(model, dtype=dtype)
@@ -81,12 +82,22 @@ def check_engine(config: Config) -> None:
         check_installed()
 
 
-def check_kv_cache(config: Config, device: torch.device) -> None:
-    """ValueError if one request's keys and values would not fit; vllm's own check comes with its start."""
+def check_lengths(config: Config, device: torch.device) -> None:
+    """ValueError if the model has fewer positions than a request may have tokens, or the KV cache no room for one.
+
+    vllm checks its cache when it starts.
+    """
+    model, longest = load_config(config.model.path).get_text_config(), config.inference.max_seq_len
+    positions = getattr(model, "max_position_embeddings", None) or longest
+    if longest > positions:
+        raise ValueError(
+            f"inference.max_seq_len = {longest}: the model has {positions} positions (max_position_embeddings); lower "
+            "max_seq_len"
+        )
     if config.inference.engine == "native":
         KvRoom.of(
-            load_config(config.model.path).get_text_config(),
+            model,
             dtype=engine_dtype(config.model.dtype, device),
             num_bytes=config.inference.kv_cache_mib << 20,
-            max_seq_len=config.inference.max_seq_len,
+            max_seq_len=longest,
         )

@@ -45,6 +45,13 @@ def hidden_size(folder: str | Path) -> int:
     return load_config(folder).get_text_config().hidden_size
 
 
+def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Layers, key heads, width of a head."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, heads, dim
+
+
 def engine_dtype(name: str, device: torch.device) -> torch.dtype:
     """What engines compute in, and so what travels to them; "auto" is bfloat16 on GPUs and float32 on the CPU."""
     if name == "auto":

@@ -17,7 +17,12 @@ import numpy as np
 
 from spmd_rl.types import Rollout
 
-PER_TOKEN = {"token_ids": np.int32, "loss_mask": np.bool_, "behavior_logprobs": np.float32, "versions": np.int32}
+PER_TOKEN = {  # the widest first, so that in one piece of memory all are aligned
+    "token_ids": np.int32,
+    "behavior_logprobs": np.float32,
+    "versions": np.int32,
+    "loss_mask": np.bool_,
+}
 PER_ROLLOUT = {
     "ticket": np.int64,
     "group_id": np.int64,
@@ -241,9 +246,7 @@ def _joined(parts: Mapping[str, Sequence[np.ndarray]], num_tokens: int) -> dict[
     """Arrays of tokens in one piece of memory: fresh pages cost more than the copy, and large pieces get large ones."""
     memory = np.empty(num_tokens * sum(np.dtype(dtype).itemsize for dtype in PER_TOKEN.values()), np.uint8)
     joined, start = {}, 0
-    for name, dtype in sorted(
-        PER_TOKEN.items(), key=lambda item: -np.dtype(item[1]).itemsize
-    ):  # the widest first: aligned
+    for name, dtype in PER_TOKEN.items():
         end = start + num_tokens * np.dtype(dtype).itemsize
         joined[name] = memory[start:end].view(dtype)
         if parts[name]:

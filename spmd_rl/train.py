@@ -26,7 +26,7 @@ from typing import NoReturn, TypeVar
 from spmd_rl import config as config_module
 from spmd_rl import disk, envs
 from spmd_rl.config import Config
-from spmd_rl.engines import check_engine, check_kv_cache
+from spmd_rl.engines import check_engine, check_lengths
 from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
 from spmd_rl.make_trainer import check_lora
@@ -142,7 +142,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
             raise ValueError(f"model.make = {config.model.make!r}: {error}") from error
         make(model)
     check_lora(config)
-    check_kv_cache(config, world.engine_device)
+    check_lengths(config, world.engine_device)
     tokenizer, splits = Tokenizer(model, config.model.template), ["train"] + ["eval"] * (config.eval.every >= 0)
     for env_name, env in config.env.items():
         made = envs.load(env.path, tokenizer=tokenizer, args=env.args)

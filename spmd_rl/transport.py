@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from spmd_rl.types import JSON
+
 MAGIC = 0x53504D445F524C31  # "SPMD_RL1"
 SCHEMA = 1
 HEADER_LENGTH = 16
@@ -33,7 +35,6 @@ FIRST_BYTES = 1 << 17  # of a frame: most messages need no second piece; a copy 
 MAX_PAYLOAD_BYTES = 1 << 33
 _ALIGN = 8
 
-JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 Failed = Callable[[int, Exception], None]  # (peer, error)
 
 
@@ -58,9 +59,9 @@ class Kind(IntEnum):
     STATS = 9
     SAVED = 10
     ASKED = 11  # a signal asked this rank to stop
+    STOP = 12  # the last message of a direction
     PIN = 13
     PINNED = 14
-    STOP = 12  # the last message of a direction
     SWAP = 15
     SENT = 16
 
@@ -152,7 +153,6 @@ class Outbox:
 
     def __init__(self, peer: int, group: ProcessGroup, *, failed: Failed, depth: int = 64) -> None:
         self.peer = peer
-        self.num_bytes_sent = 0
         self._group = group
         self._failed = failed
         self._queue: queue.Queue[Message | None] = queue.Queue(depth)
@@ -206,7 +206,6 @@ class Outbox:
             for piece in (frame[:FIRST_BYTES], frame[FIRST_BYTES:]):
                 if len(piece):
                     dist.send(torch.from_numpy(piece), self.peer, group=self._group)
-            self.num_bytes_sent += len(frame)
             sequence += 1
 
 
@@ -218,7 +217,6 @@ class Inbox:
 
     def __init__(self, peer: int, group: ProcessGroup, *, deliver: Callable[[Message], None], failed: Failed) -> None:
         self.peer = peer
-        self.num_bytes_received = 0
         self._group = group
         self._deliver = deliver
         self._failed = failed
@@ -256,7 +254,6 @@ class Inbox:
         frame[:FIRST_BYTES] = self._first[: len(frame)]
         if len(frame) > FIRST_BYTES:
             dist.recv(torch.from_numpy(frame[FIRST_BYTES:]), self.peer, group=self._group)
-        self.num_bytes_received += len(frame)
         return frame
 
 

@@ -14,6 +14,8 @@ import numpy as np
 
 NO_VERSION = -1  # versions[i] where the live policy did not sample the token (prompt, tool output, replay)
 
+JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:

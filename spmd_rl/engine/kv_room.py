@@ -1,7 +1,8 @@
-"""How the memory for keys and values is shared out, so that nothing ever asks for more than there is.
+"""How the memory for keys and values is shared out, so that they never need more than there is.
 
 A running request is sure of the longest row that it may come to need; others wait.  Beside the rows there is room for
-prompts that are kept and for those that one step computes, which it holds twice until their rows are filled.
+prompts that are kept and for those that one step computes, which it holds twice until their rows are filled.  Not
+counted is one layer of the rows of one size, of which there are two while their number changes.
 """
 
 from __future__ import annotations
@@ -13,16 +14,10 @@ import torch
 from transformers import PretrainedConfig
 
 from spmd_rl.engine.cache import Cache
+from spmd_rl.model import kv_shape
 
 KEPT_PROMPTS = 4096  # tokens of finished prompts that are kept for members of a group that come later
 PREFILL_BUDGET = 512  # prompt tokens computed per step
-
-
-def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Layers, key heads, width of a head."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, heads, dim
 
 
 @dataclass(frozen=True, slots=True)

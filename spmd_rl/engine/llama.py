@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spmd_rl.attention import Attend
 from spmd_rl.engine.matrix import Matrix
+from spmd_rl.model import kv_shape
 
 ARCHITECTURES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # the table does not depend on the sequence
@@ -43,8 +44,7 @@ class LlamaBody:
         self._eps = config.rms_norm_eps
         self._root_eps = torch.tensor(self._eps**0.5, device=device)
         self._heads = config.num_attention_heads
-        self._kv_heads = config.num_key_value_heads
-        self._dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        _, self._kv_heads, self._dim = kv_shape(config)
         like = torch.empty(0, dtype=model.dtype, device=device)
         cos, sin = model.base_model.rotary_emb(like, torch.arange(max_seq_len, device=device)[None])
         half = self._dim // 2

@@ -22,9 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spmd_rl.engine.protocol import Engine
-from spmd_rl.types import Completion, Sampling
-
-JSON = int | float | str | list["JSON"] | dict[str, "JSON"]
+from spmd_rl.types import JSON, Completion, Sampling
 
 
 class Leader:

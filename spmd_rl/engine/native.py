@@ -5,8 +5,8 @@ samples for all rows at once; requests join and leave between steps.  A prompt s
 weights is computed once.  `load_weights` swaps weights between two steps; running sequences go on, their keys and
 values recomputed under the new weights (or kept, by option), so a token's version is the one that sampled it.
 Promises: a request's tokens depend on its seed, prompt and the weights, on its neighbours only by float rounding, and
-with `deterministic` not at all; keys and values never take more memory than `kv_cache_bytes`.  Knows nothing of the
-orchestrator, environments or trainer.
+with `deterministic` not at all; keys and values take no more memory than `kv_cache_bytes`, but for one layer of some
+rows while their number changes.  Knows nothing of the orchestrator, environments or trainer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from spmd_rl.attention import Segments
 from spmd_rl.engine.body import Body, Modules
 from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab, StepAttention
-from spmd_rl.engine.kv_room import PREFILL_BUDGET, KvRoom, kv_shape
+from spmd_rl.engine.kv_room import PREFILL_BUDGET, KvRoom
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.sampling import Uniforms, check_request, sample
 from spmd_rl.engine.weights import check_update
 from spmd_rl.logprobs import token_logprobs
+from spmd_rl.model import kv_shape
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import manifest
 

@@ -32,6 +32,7 @@ from transformers import PretrainedConfig
 from spmd_rl.engine.default_group import as_default_group
 from spmd_rl.engine.sampling import check_request
 from spmd_rl.engine.weights import check_update
+from spmd_rl.model import kv_shape
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import TensorSpec
 
@@ -103,10 +104,6 @@ class VllmEngine:
     ) -> None:
         check_installed()
         text = config.get_text_config()
-        if max_seq_len > text.max_position_embeddings:
-            raise ValueError(
-                f"inference.max_seq_len = {max_seq_len}: the model has {text.max_position_embeddings} positions"
-            )
         self.version = -1
         self._specs, self._group, self._device = {spec.name: spec for spec in specs}, group, device
         self._local_rank = device.index or 0 if device.type == "cuda" else group.rank()
@@ -295,6 +292,5 @@ def _common_name(group: ProcessGroup) -> str:
 
 def _token_bytes(text: PretrainedConfig, dtype: torch.dtype, ranks: int) -> int:
     """Keys and values of one token on one rank."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * max(1, heads // ranks) * dim * dtype.itemsize
+    layers, heads, dim = kv_shape(text)
+    return 2 * layers * max(1, heads // ranks) * dim * dtype.itemsize

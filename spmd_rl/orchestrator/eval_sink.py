@@ -54,11 +54,6 @@ class EvalSink:
         self._open: dict[str, _Open] = {}
         self._eval_of: dict[int, str] = {}  # group_id -> eval_id
 
-    @property
-    def num_missing(self) -> int:
-        """Rollouts expected and not yet here."""
-        return sum(evaluation.missing for evaluation in self._open.values())
-
     def expect(self, eval_id: str, works: Sequence[GroupWork]) -> None:
         """One work per task, all of the same size (the samples per task)."""
         clash = next((work for work in works if work.group_id in self._eval_of), None)

@@ -174,7 +174,7 @@ class Orchestrator:
             observe=difficulty.observe,
         )
         self.hold = ShipHold(self.policy, max_staleness=config.batches_ahead, clock=clock)
-        self.watcher = WeightWatcher(announced=self._announced, reload=self._reload, policy=self.policy, clock=clock)
+        self.watcher = WeightWatcher(announced=self._announced, reload=self._reload, policy=self.policy)
         self.evals = EvalRunner(
             tasks=eval_tasks,
             samples=config.eval.samples,

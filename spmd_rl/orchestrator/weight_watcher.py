@@ -22,23 +22,13 @@ class WeightWatcher:
         announced: Callable[[], Awaitable[int | None]],
         reload: Callable[[int], Awaitable[None]],
         policy: Policy,
-        clock: Callable[[], float],
     ) -> None:
-        self._announced, self._reload, self._policy, self._clock = announced, reload, policy, clock
-        self.num_reloads = 0
-        self.last_reload_s = 0.0  # from the announcement to the version's being live
-        self.longest_reload_s = 0.0
-        self.total_reload_s = 0.0
+        self._announced, self._reload, self._policy = announced, reload, policy
 
     async def run(self) -> None:
         """Waits for: the trainer's announcement, then all acknowledgements.  Ends when nothing more is announced."""
         while (version := await self._announced()) is not None:
             if version != self._policy.version + 1:
                 raise RuntimeError(f"version {version} announced while version {self._policy.version} is live")
-            start = self._clock()
             await self._reload(version)
-            self.last_reload_s = self._clock() - start
-            self.longest_reload_s = max(self.longest_reload_s, self.last_reload_s)
-            self.total_reload_s += self.last_reload_s
-            self.num_reloads += 1
             self._policy.advance(version)

@@ -78,7 +78,8 @@ class Models:
                 )
         self._rows = {} if tp is None else self._make_rows(mesh["dp_shard"])
         self._layers = lora_layers(policy)
-        self._merged = {f"{name}.weight": torch.empty_like(self.frozen()[f"{name}.weight"]) for name in self._layers}
+        frozen = self.frozen()
+        self._merged = {name: torch.empty_like(frozen[name]) for name in map("{}.weight".format, self._layers)}
         self._frozen_square = self._square_of_frozen()
         self._rows_are_new = True
 
@@ -174,11 +175,6 @@ class Models:
                     mine, shards, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
                 )
         return made
-
-    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, this rank's shard), in the order of `named_parameters`."""
-        for name, parameter in self.named_parameters().items():
-            yield name, local(parameter)
 
     def state_dict(self) -> dict[str, object]:
         """`model` by the names of the language model; `critic` beside it where there is one.

@@ -230,10 +230,9 @@ class Trainer:
         self, work: Work, starts: list[Start], n: int, progress: float, rate: float, totals: Totals
     ) -> Stepped:
         """Accumulate sums, then divide by the denominator that they come with: check, clip, step."""
-        totals_before = len(work.micro_batches) - 1
-        losses, denominators = [], []
+        losses, denominators, last = [], [], len(work.micro_batches) - 1
         for i, (micro, start) in enumerate(zip(work.micro_batches, starts, strict=True)):
-            loss, part = self._forward_backward(micro, start, n, progress, last=i == totals_before, totals=totals)
+            loss, part = self._forward_backward(micro, start, n, progress, last=i == last, totals=totals)
             losses.append(loss)
             denominators.append(part)
         gradients = self.models.gradients()

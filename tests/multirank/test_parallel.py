@@ -16,7 +16,7 @@ from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
-from spmd_rl.trainer.optimizer import whole
+from spmd_rl.trainer.optimizer import local, whole
 from spmd_rl.weights.low_rank import Lora
 from tests.multirank.test_trainer import CPU, PROBE, alone, assert_equal, batch, load, make
 from tests.ranks import run_ranks, run_worlds
@@ -189,7 +189,7 @@ def train_in_a_world(world: Any, folder: Path) -> Any:
     trainer = make(folder, world.mesh, world.train, context=world.context)
     trainer.step(share, 0)
     trainer.models.refresh()
-    shards = {name: tensor.numpy().copy() for name, tensor in trainer.models.named_shards()}
+    shards = {name: local(p).numpy().copy() for name, p in trainer.models.named_parameters().items()}
     return world.rank in world.sender_ranks, shards
 
 

@@ -62,6 +62,12 @@ def test_half_a_model_is_refused(model, breaks, file, message):
         evaluate(config.load(ROOT / "configs" / "tiny_cpu.toml", settings), None)
 
 
+def test_more_tokens_than_the_model_has_positions_are_refused(whole):
+    settings = [f"model.path={whole}", "inference.max_seq_len=257"]
+    with pytest.raises(ValueError, match="max_seq_len = 257: the model has 256 positions"):
+        evaluate(config.load(ROOT / "configs" / "tiny_cpu.toml", settings), None)
+
+
 @pytest.mark.parametrize("change", [lambda weight: None, lambda weight: weight[:3].clone()])
 def test_a_weight_that_is_missing_or_of_another_shape_is_not_made_up(model, change):
     tensors, name = load_file(model / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
