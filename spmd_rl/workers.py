@@ -49,7 +49,6 @@ class Workers:
         self._timeout_s = timeout_s
         self._free = asyncio.Semaphore(num)
         self._idle: list[asyncio.subprocess.Process] = []
-        self.num_timeouts = 0
 
     async def call(self, function: Callable[..., Any], *args: object) -> Any:
         """The function's result.  Waits for a free process and for the function; what that raises is raised here."""
@@ -63,7 +62,6 @@ class Workers:
                 answer = await asyncio.wait_for(_read(process), self._timeout_s)
                 answered = True
             except TimeoutError:
-                self.num_timeouts += 1
                 raise TimedOut(f"{job['function']} did not end within {self._timeout_s:g} s") from None
             finally:
                 if answered:

@@ -150,7 +150,7 @@ class Report:
         return diagnose(self.trainer_idle, self.engines.idle, max_staleness=self._max_staleness)
 
     def summary(
-        self, status: str, ledger: dict[str, object], lengths: dict[str, dict[str, float]], error: str = ""
+        self, status: str, ledger: dict[str, object], lengths: dict[str, dict[str, float]]
     ) -> dict[str, object]:
         """What summary.json holds."""
         ages = self.ages.summary()
@@ -158,7 +158,7 @@ class Report:
         stage, advice = self.bottleneck()
         return {
             "status": status,
-            "error": error,
+            "error": "",  # that of a failed run is known to whoever found it
             "steps": self._num_steps,
             "version": self.version,
             "reward_first": _mean(self._first_rewards),

@@ -318,11 +318,6 @@ class TrainSink:
         if most is not None and self._barren.slots >= most * self.batch_size:
             raise RuntimeError(f"{most} empty batches in a row, {self._barren}: check the environment and its reward")
 
-    @property
-    def empty_batches(self) -> int:
-        """Batches' worth of slots in a row of which nothing could be trained."""
-        return self._barren.slots // self.batch_size
-
 
 def _oldest(group: Group) -> int:
     """Oldest version that sampled for the group; its admission version where none did."""
