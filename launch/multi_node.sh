@@ -19,14 +19,16 @@
 # get a node back that was lost, since the nodes that stayed do not tell it where their store is.  On a lost node (MASTER
 # too) run this again; the others wait for it.  A cut link loses packets without a word: the ranks on both sides end after
 # 20 s with an error that says so, and with them a torchrun that no longer hears from MASTER.
-# SIGTERM ends the run with a complete checkpoint, on all nodes.
+# SIGTERM and SIGINT end the run with a complete checkpoint, on all nodes, and this script with 143.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "$0")/.."
 [[ ${1:-} == *.toml && -n ${NNODES:-} && ${MASTER:-} == *:* ]] || {
     echo "usage: NNODES=N MASTER=host:port launch/multi_node.sh CONFIG.toml run.dir=DIR [section.key=value ...]" >&2
     exit 2
 }
 config=$1; shift
+[ ! -f "$here/$config" ] || config=$here/$config
 venv=$(scripts/setup)
 "$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
 # A node's own name may resolve to nothing, or to a loopback address that no other node reaches: gloo, NCCL and torchrun
@@ -35,14 +37,16 @@ reached=$("$venv/bin/python" launch/interface.py "${MASTER%:*}" ${IFACE:+"$IFACE
 read -r address iface is_host <<<"$reached"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$iface} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$iface}  # "=": exactly
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # the limit is run.shutdown_s
 # a hung NCCL collective leaves what every rank was at, and an error on one rank reaches the others
 export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1
 
 # what its ranks say of each start: "started 1", "ended <code>"
 SPMD_RL_NOTES=$(mktemp); export SPMD_RL_NOTES
 trap 'rm -f "$SPMD_RL_NOTES"' EXIT
-stopping= restarts=0
-pass_on() { stopping=1; kill -"$1" "$child" 2>/dev/null || true; }
+stopping= child= restarts=0
+stop() { stopping=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true; }
+trap stop TERM INT  # TERM for both: a background child of a script ignores INT
 for ((failures = 1; ; failures++)); do
     : >"$SPMD_RL_NOTES"
     # a session of its own: a signal to this script's process group must not reach torchrun twice
@@ -51,16 +55,17 @@ for ((failures = 1; ; failures++)); do
         --rdzv-conf="is_host=$is_host,join_timeout=${JOIN_S:-600},read_timeout=${READ_S:-60}" \
         -m spmd_rl "$config" "$@" &
     child=$!
-    trap 'pass_on TERM' TERM
-    trap 'pass_on INT' INT
+    [ -z "$stopping" ] || stop  # it came before there was a child
     until wait "$child"; code=$?; ! kill -0 "$child" 2>/dev/null; do :; done  # a signal ends a wait, not the child
-    if [ "$code" = 0 ] || [ -n "$stopping" ]; then exit "$code"; fi
+    if [ "$code" = 0 ]; then exit 0; fi
     ended=$(sed -n 's/^ended //p' "$SPMD_RL_NOTES" | tail -n 1)
     if [ -n "$ended" ]; then exit "$ended"; fi
+    if [ -n "$stopping" ]; then exit 143; fi
     if [ "$failures" -gt "${MAX_RESTARTS:-3}" ]; then exit "$code"; fi
     if grep -q '^started' "$SPMD_RL_NOTES"; then restarts=$((restarts + 1)); fi
     echo "multi_node.sh: torchrun ended with $code, starting again in ${PAUSE_S:-20} s (restart $failures)" >&2
     sleep "${PAUSE_S:-20}" &
     child=$!
+    [ -z "$stopping" ] || stop
     wait "$child" || exit 143
 done

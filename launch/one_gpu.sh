@@ -2,11 +2,14 @@
 # Both sides on one GPU: two processes share the device. NCCL refuses two ranks on one device, so weights go over gloo
 # through pinned host memory; everything else is as on many. First argument: the config, a Hugging Face model in its [model].
 set -euo pipefail
+here=$PWD
 cd "$(dirname "$0")/.."
 config=configs/smollm2_cpu.toml
 if [[ ${1:-} == *.toml ]]; then config=$1; shift; fi
+[ ! -f "$here/$config" ] || config=$here/$config
 venv=$(scripts/setup)
 "$venv/bin/python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "one_gpu.sh: torch sees no GPU; launch/cpu.sh runs the same loop without one")'
 "$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # the limit is run.shutdown_s
 exec "$venv/bin/torchrun" --standalone --nproc-per-node=2 -m spmd_rl "$config" "$@"

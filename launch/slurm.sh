@@ -6,7 +6,8 @@
 #
 # Preemption and the end of the job's time come as SIGTERM, 120 s ahead: the run stops with a complete checkpoint within
 # run.shutdown_s, the job queues again and goes on from there.  So it does when a node fails: Slurm requeues it.
-# A run that ended (done, or failed on all its restarts) is not queued again, and scancel ends it for good.
+# A run that ended (done, refused, or failed on all its restarts) is not queued again, nor one that was stopped without a
+# single checkpoint since it trained again, for the next start would get no further; scancel ends it for good.
 #SBATCH --job-name=spmd_rl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -29,8 +30,13 @@ mkdir -p "$run_dir"
 touch "$run_dir/.started"  # what the run said before this start does not count
 code=0
 srun --kill-on-bad-exit=0 launch/multi_node.sh "$@" || code=$?
-if [ "$run_dir/summary.json" -nt "$run_dir/.started" ] && grep -q '"status": "stopped"' "$run_dir/summary.json"; then
-    echo "slurm.sh: stopped, queued again"
-    exec scontrol requeue "$SLURM_JOB_ID"
+says() { [ "$run_dir/summary.json" -nt "$run_dir/.started" ] && grep -q "\"status\": \"$1\"" "$run_dir/summary.json"; }
+wrote() { [ -n "$(find "$run_dir/$1" -name "$2" -newer "$run_dir/.started" -print -quit 2>/dev/null)" ]; }
+if says stopped || { [ "$code" = 143 ] && ! says "done"; }; then
+    if says stopped || wrote checkpoints COMPLETE || ! wrote batches 'step_*'; then
+        echo "slurm.sh: stopped, queued again"
+        exec scontrol requeue "$SLURM_JOB_ID"
+    fi
+    echo "slurm.sh: stopped with nothing saved since this start, not queued again: raise run.shutdown_s, or checkpoint more often" >&2
 fi
 exit "$code"

@@ -9,13 +9,16 @@ if [ "$gpus" -lt 2 ]; then
     echo "smoke_gpus.sh: skipped, it needs 2 GPUs or more and torch sees $gpus"
     exit 0
 fi
+folders=$(mktemp -d)
+trap 'rm -rf "$folders"' EXIT
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 for side in 1 2; do
     if [ "$gpus" -lt $((2 * side)) ]; then
         echo "smoke_gpus.sh: $side+$side skipped, it needs $((2 * side)) GPUs and torch sees $gpus"
         continue
     fi
-    folder=$(mktemp -d)
+    folder=$folders/$side
+    mkdir "$folder"
     "$venv/bin/torchrun" --standalone --nproc-per-node=$((2 * side)) -m spmd_rl configs/tiny_cpu.toml \
         run.dir="$folder/run" run.steps=20 topology.inference=$side topology.trainer=$side | tee "$folder/log"
     grep -q "trainer mesh nccl, weights nccl" "$folder/log" || { echo "smoke_gpus.sh: NCCL was not used"; exit 1; }

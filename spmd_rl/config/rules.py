@@ -5,7 +5,12 @@ A broken rule is a ValueError of one line: what is wrong, the value, the bound, 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 from spmd_rl.config.settings import Config
+
+TORCHRUN_KILLS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds after a signal; the scripts in launch/ set it
 
 CHOICES = {
     "run.resume": ("auto", "must", "never"),
@@ -240,7 +245,7 @@ def _get(config: Config, key: str) -> object:
     return getattr(getattr(config, section), name)
 
 
-def warnings(config: Config) -> list[str]:
+def warnings(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
     """What is allowed and probably not meant, a line each."""
     lines = []
     trainer, aged = config.trainer, config.age_bound.age != 0
@@ -255,9 +260,11 @@ def warnings(config: Config) -> list[str]:
             f"trainer.filter_zero_spread with trainer.advantage = {trainer.advantage!r}: groups of equal rewards are "
             "given up although they would train something"
         )
-    if config.run.shutdown_s > 25:
+    killed_s = int(environ.get(TORCHRUN_KILLS, 30))
+    if config.run.shutdown_s + 5 > killed_s:
         lines.append(
-            f"run.shutdown_s = {config.run.shutdown_s:g}: torchrun kills every rank 30 s after it passed a signal on"
+            f"run.shutdown_s = {config.run.shutdown_s:g}: torchrun kills every rank {killed_s} s after it passed on a "
+            f"signal; raise {TORCHRUN_KILLS} above {config.run.shutdown_s + 5:g}"
         )
     fixed = {"staleness.order": "admission", "staleness.on_update": "drain", "staleness.adaptive": False}
     loose = [key for key, value in fixed.items() if _get(config, key) != value]

@@ -127,3 +127,10 @@ def test_the_dapo_preset_has_the_four_parts_of_the_paper() -> None:
     assert trainer.filter_zero_spread  # dynamic sampling
     assert trainer.overlong_buffer > 0
     assert (trainer.mask_truncated, trainer.kl_coefficient, trainer.entropy) == (True, 0.0, 0.0)
+
+
+def test_a_stop_that_torchrun_would_cut_short_is_warned_of() -> None:
+    long = config.from_tree(TREE | {"run": {"shutdown_s": 60}})
+    assert "torchrun kills every rank 30 s after" in config.warnings(long, {})[0]
+    assert config.warnings(long, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "65"}) == []
+    assert config.warnings(config.from_tree(TREE), {}) == []

@@ -1,0 +1,102 @@
+"""The scripts in launch/, with stand-ins for torchrun and Slurm."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60.0
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def environment(tmp_path: Path, torchrun: str = "", **variables: str) -> dict[str, str]:
+    """With an installed environment whose torchrun is `torchrun`."""
+    venv = tmp_path / "an environment"
+    program(venv / "bin" / "python", f'exec "{sys.executable}" "$@"')
+    program(venv / "bin" / "torchrun", torchrun)
+    shutil.copy(ROOT / "pyproject.toml", venv / ".installed")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SPMD_RL_VENV": str(venv), **variables}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_nodes_are_awaited_ends_the_script(tmp_path, number):
+    waits = "trap 'echo told; exit 1' TERM; echo waiting; sleep 25 & wait"
+    variables = environment(tmp_path, waits, NNODES="2", MASTER="127.0.0.1:29500", IFACE="lo")
+    with subprocess.Popen(
+        [ROOT / "launch/multi_node.sh", "configs/tiny_cpu.toml"],
+        cwd=ROOT,
+        env=variables,
+        stdout=-1,
+        text=True,
+        start_new_session=True,
+    ) as script:
+        assert script.stdout.readline() == "waiting\n"
+        os.killpg(script.pid, number)  # as a terminal does
+        told = script.stdout.readline()
+        assert (told, script.wait(LIMIT_S)) == ("told\n", 143)
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "again"),
+    [
+        ("say stopped", 143, True),
+        ("say stopped", 1, True),
+        ("say done", 143, False),
+        ("say failed", 1, False),  # on all its restarts
+        ("", 2, False),  # refused
+        ("", 143, True),  # before anything was trained
+        ("train; say failed", 143, False),  # each start would lose the same
+        ("train; save; say failed", 143, True),  # the window was too short, an older checkpoint is there
+    ],
+)
+def test_slurm_queues_a_stopped_job_again_if_that_gets_it_further(tmp_path, happens, code, again):
+    run_dir, queued = tmp_path / "a run", tmp_path / "queued"
+    (run_dir / "batches").mkdir(parents=True)
+    (run_dir / "batches" / "step_0.json").touch()  # of an earlier start
+    os.utime(run_dir / "batches" / "step_0.json", (0, 0))
+    say = 'say() { printf \'{\\n "status": "%s"\\n}\' "$1" >"$RUN/summary.json"; }\n'
+    train = 'train() { touch "$RUN/batches/step_1.json"; }\n'
+    save = 'save() { mkdir -p "$RUN/checkpoints/step_1"; touch "$RUN/checkpoints/step_1/COMPLETE"; }\n'
+    program(tmp_path / "bin" / "srun", f"{say}{train}{save}sleep 0.02\n{happens}\nexit {code}")
+    program(tmp_path / "bin" / "scontrol", f'[ "$1" = show ] && echo node0 || echo "$@" >"{queued}"')
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0", "SLURM_JOB_NUM_NODES": "1", "RUN": str(run_dir)}
+    variables = environment(tmp_path, **slurm, SLURM_SUBMIT_DIR=str(ROOT))
+    words = [ROOT / "launch/slurm.sh", "configs/tiny_cpu.toml", f"run.dir={run_dir}"]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    assert queued.exists() is again, done.stdout + done.stderr
+    assert done.returncode == (0 if again else code)
+
+
+@pytest.mark.parametrize("script", ["cpu.sh", "node.sh"])
+def test_a_config_is_found_from_where_the_user_is(tmp_path, script):
+    config = tmp_path / "a folder" / "mine.toml"
+    config.parent.mkdir()
+    shutil.copy(ROOT / "configs" / "tiny_cpu.toml", config)
+    tells = 'printf "%s\\n" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "${@: -2}"'
+    variables = environment(tmp_path, tells)
+    for folder, named in (
+        (tmp_path, "a folder/mine.toml"),
+        (tmp_path, str(config)),
+        (tmp_path, "configs/tiny_cpu.toml"),
+    ):
+        done = subprocess.run(
+            [ROOT / "launch" / script, named, "run.steps=1"],
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        found = named if named.startswith("configs") else str(config)
+        assert done.stdout.splitlines() == ["600", found, "run.steps=1"], done.stderr
