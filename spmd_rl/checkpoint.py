@@ -138,6 +138,8 @@ def aside(checkpoints: Path, version: int) -> Path:
 def complete(checkpoints: Path, version: int) -> Path:
     """Mark and rename: from here on the checkpoint exists."""
     folder = aside(checkpoints, version)
+    if not (folder / "trainer/.metadata").exists():
+        raise FileNotFoundError(f"{folder}: the trainers' half is missing")
     files = {str(path.relative_to(folder)): [path.stat().st_size, crc] for path, crc in _sums(_files(folder))}
     sync(folder / "trainer")
     sync(folder)

@@ -125,6 +125,7 @@ class TrainerRank:
         """On the thread that wrote it."""
         if error := saving.exception():
             self._live.failed(error)
+            return
         self._outbox.put(Message(Kind.SAVED, words))
         self._written.set()
 

@@ -6,8 +6,11 @@ import pickle
 import random
 import shutil
 import sys
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmd_rl import checkpoint
+from spmd_rl.training import TrainerRank
 from spmd_rl.types import Rollout
 
 pytestmark = [
@@ -206,21 +210,43 @@ def test_other_schemas_and_renamed_folders_are_refused(saved, tmp_path):
         checkpoint.verify(tmp_path / "step_9")
 
 
+def test_without_the_trainers_half_nothing_is_made_complete(tmp_path):
+    checkpoint.save_orchestrator(STATE, rollouts(), checkpoint.aside(tmp_path, 2))
+    with pytest.raises(FileNotFoundError, match="the trainers' half is missing"):
+        checkpoint.complete(tmp_path, 2)
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_a_save_that_failed_is_told_as_a_failure_and_never_as_saved():
+    failures, sent, saving = [], [], Future()
+    live, outbox = SimpleNamespace(failed=failures.append), SimpleNamespace(put=sent.append)
+    rank, error = SimpleNamespace(_live=live, _outbox=outbox, _written=threading.Event()), OSError("disk is full")
+    saving.set_exception(error)
+    TrainerRank._tell_saved(rank, {"version": 2, "final": False}, saving)
+    assert (failures, sent, rank._written.is_set()) == ([error], [], False)
+
+
 class Evil:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/spmd_rl_evil",)
+        return os.system, (f"touch {self._mark}",)
 
 
 def test_a_checkpoint_cannot_run_code(saved, tmp_path):
+    mark = tmp_path / "evil"
+    pickle.loads(pickle.dumps(Evil(mark)))
+    mark.unlink()  # it would run
     shutil.copytree(saved, tmp_path / "step_2")
-    (tmp_path / "step_2" / "trainer" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / "step_2" / "trainer" / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
     with pytest.raises(CheckpointException, match="may not name posix"):
         checkpoint.load_trainer(trainer_state(), tmp_path / "step_2" / "trainer", None)
-    evil = {**trainer_state(), "lr": Evil()}
+    evil = {**trainer_state(), "lr": Evil(mark)}
     dcp.save(evil, checkpoint_id=tmp_path / "trainer")
     with pytest.raises(CheckpointException, match="Weights only load failed"):
         checkpoint.load_trainer(trainer_state(), tmp_path / "trainer", None)
-    assert not Path("/tmp/spmd_rl_evil").exists()
+    assert not mark.exists()
 
 
 def test_a_checkpoint_names_nothing_but_tables_and_points_nowhere_else(saved, tmp_path):
