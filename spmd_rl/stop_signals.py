@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT: the first asks the run to stop, the second ends this process at once.
 
 One stop comes as several signals where a cluster manager signals every process and torchrun passes its own on, or tells
-one node sooner than another: what comes within `same_s` of the first is the first.
+one node sooner than another: what comes within `same_s` of the first that came to this process is the first.
 
 Works also while the main thread cannot be interrupted.  `shutdown_s` after the first the process ends whatever hangs.
 Knows nothing of what stopping means.
@@ -23,7 +23,7 @@ class StopSignals:
     def __init__(self, *, shutdown_s: float, end: Callable[[int], None], same_s: float = 3.0) -> None:
         self.code = 0
         self._shutdown_s, self._end, self._same_s = shutdown_s, end, same_s
-        self._first = 0.0  # when it came
+        self._first: float | None = None  # when it came to this process
         self._lock = threading.Lock()
         self._asked: Callable[[int], None] = lambda number: None
         self._watch = SignalWatch(received=self._received)
@@ -41,7 +41,7 @@ class StopSignals:
         with self._lock:
             if self.code:
                 return False
-            self.code, asked, self._first = 128 + number, self._asked, time.monotonic()
+            self.code, asked = 128 + number, self._asked
         timer = threading.Timer(self._shutdown_s, self._too_late)
         timer.daemon = True
         timer.start()
@@ -53,7 +53,11 @@ class StopSignals:
         self._watch.close()
 
     def _received(self, number: int) -> None:
-        if not self.ask(number) and time.monotonic() - self._first >= self._same_s:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            self.ask(number)
+        elif now - self._first >= self._same_s:
             self._end(128 + number)
 
     def _too_late(self) -> None:

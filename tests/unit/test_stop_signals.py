@@ -60,6 +60,14 @@ def test_being_asked_by_another_rank_again_changes_nothing(signals):
     assert signals.ends.empty()
 
 
+def test_after_a_stop_by_another_rank_the_first_signal_here_is_the_same_stop(signals):
+    assert signals.ask(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.ends.get(timeout=LIMIT_S) == 130  # the second, not the first
+    assert signals.ends.empty()
+
+
 def test_what_still_runs_after_the_window_is_ended():
     ends: queue.Queue[int] = queue.Queue()
     signals = StopSignals(shutdown_s=0.0, end=ends.put)
