@@ -166,6 +166,9 @@ class Liveness:
         self._answered = threading.Event()  # the store has, since the guard last looked
         self._over = threading.Lock()  # taken by whoever ends the watch
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+
+    def start(self) -> None:
+        """Begin the watch: from here on `on_failure` may be called."""
         self._thread.start()
         threading.Thread(target=self._guard, name="liveness guard", daemon=True).start()
 
@@ -239,10 +242,11 @@ class Liveness:
         while True:
             if self._own is not None and time.monotonic() >= self._own_from:
                 return self._tell(self._own)
-            self._write_mark()
+            leaves = self._closing  # also what the last mark says: `close` may come between the two
+            self._write_mark(left=leaves)
             if self._store.check([_FAILURE]):
                 return Failure(**json.loads(self._store.get(_FAILURE)))
-            if self._closing:
+            if leaves:
                 return None
             if self._judge is not None and (verdict := self._judge.verdict(self._read_marks(), time.monotonic())):
                 return self._tell(self._failure(*verdict))
@@ -258,11 +262,11 @@ class Liveness:
     def _failure(self, rank: int, text: str) -> Failure:
         return Failure(rank=rank, role=self._roles[rank], text=text, found_by=self._rank)
 
-    def _write_mark(self) -> None:
+    def _write_mark(self, *, left: bool) -> None:
         now = time.monotonic()
         self._beat += 1
         doing = {thread: (what, now - since) for thread, (what, since) in self._doing.items()}
-        mark = Mark(beat=self._beat, doing=doing, left=self._closing)
+        mark = Mark(beat=self._beat, doing=doing, left=left)
         self._store.set(f"liveness/{self._rank}", json.dumps(asdict(mark)))
 
     def _read_marks(self) -> dict[int, Mark]:

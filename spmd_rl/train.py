@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import pkgutil
-import signal
 import sys
 import threading
 import time
@@ -38,7 +37,17 @@ from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.workers import die_with_parent
-from spmd_rl.world import World, check_shared_folder, end_process, end_sibling, join, leave, note
+from spmd_rl.world import (
+    World,
+    agreed_code,
+    check_shared_folder,
+    end_process,
+    end_sibling,
+    end_torchrun,
+    join,
+    leave,
+    note,
+)
 
 T = TypeVar("T")
 PREPARE_S = 1800.0  # that the ranks wait for the model to be made
@@ -83,6 +92,7 @@ def train(config: Config, name: str) -> None:
         stall_timeout_s=config.run.stall_timeout_s,
         stacks_folder=start.run_dir,
     )
+    live.start()
     signals = StopSignals(shutdown_s=config.run.shutdown_s + GRACE_S, end=end_process)
     try:
         if code := _play(world, config, start, live, signals):
@@ -109,7 +119,7 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
         case "trainer":
             run_trainer(world, config, run_dir, live, signals, start.version, start.restored)
     live.progress("waiting for the end of rank 0")
-    return int(world.store.get("exit code"))
+    return agreed_code(world.store)
 
 
 def _agree(world: World, config: Config, name: str) -> Start:
@@ -201,5 +211,5 @@ def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness) -> No
         end_sibling(failure.rank)
     if failure.cut_off:  # the torchrun of this node waits for the same host, deaf to signals, until TCP gives up
         sys.stderr.flush()
-        os.kill(os.getppid(), signal.SIGKILL)
+        end_torchrun()
     end_process(1)

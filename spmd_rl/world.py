@@ -277,6 +277,12 @@ def check_shared_folder(world: World, folder: Path) -> None:
         raise ValueError(errors[0])
 
 
+def agreed_code(store: Store) -> int:
+    """The exit code that rank 0 gives, however long its last evaluation takes: the store's own timeout is shorter."""
+    store.wait(["exit code"], _IDLE)
+    return int(store.get("exit code"))
+
+
 def leave(world: World, *, timeout_s: float = 20.0) -> None:
     """Wait until every rank is here; raises naming the ranks that did not come. Then `end_process`."""
     dist.monitored_barrier(world.bar, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
@@ -300,6 +306,12 @@ def end_sibling(rank: int) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
         except OSError:  # it has ended
             continue
+
+
+def end_torchrun() -> None:
+    """Kill the torchrun that started this rank, and nobody else who did."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        os.kill(os.getppid(), signal.SIGKILL)
 
 
 def _meet(store: Store, rank: int, world_size: int) -> int:

@@ -1,6 +1,8 @@
 """Joining and leaving the world, over gloo."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from spmd_rl.world import Place, World, check_shared_folder, join, leave
+from spmd_rl.world import Place, World, agreed_code, check_shared_folder, join, leave
 from tests.ranks import RankFailed, run_processes, run_worlds
 
 
@@ -90,6 +92,33 @@ def joins_a_restarted_world(began: bool) -> tuple[int, bool]:
 @pytest.mark.parametrize("began", [False, True])
 def test_a_restarted_world_does_not_meet_its_dead_and_knows_whether_they_began(began):
     assert run_processes(joins_a_restarted_world, 2, began) == [(2, began), (2, began)]
+
+
+def waits_longer_than_the_store_does() -> int:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set_timeout(timedelta(seconds=0.2))
+    if os.environ["RANK"] == "1":
+        store.set("rank 1 waits", "1")
+        return agreed_code(store)
+    store.wait(["rank 1 waits"], timedelta(seconds=20))
+    for _ in range(5):
+        with pytest.raises(dist.DistStoreError):
+            store.get("what nobody writes")  # until the store's timeout
+    store.set("exit code", "143")
+    return 143
+
+
+def test_the_exit_code_is_waited_for_longer_than_the_store_would():
+    assert run_processes(waits_longer_than_the_store_does, 2) == [143, 143]
+
+
+@pytest.mark.parametrize("started_by", ["torchrun", "somebody"])
+def test_only_torchrun_is_ended_by_its_rank(started_by):
+    child = [sys.executable, "-c", "from spmd_rl.world import end_torchrun; end_torchrun()"]
+    parent = [sys.executable, "-c", f"import subprocess; subprocess.run({child!r})"]
+    marks = {"TORCHELASTIC_RUN_ID": "a job"} if started_by == "torchrun" else {}
+    others = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert subprocess.run(parent, env=others | marks, check=False).returncode == (-9 if marks else 0)
 
 
 def comes_late(world: World) -> str:
