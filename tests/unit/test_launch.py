@@ -111,3 +111,22 @@ def test_an_environment_that_could_not_be_made_is_not_in_the_way_of_the_next_try
     done = subprocess.run([ROOT / "scripts/setup"], env=variables, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "no ensurepip" in done.stderr and not venv.exists()
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="no flock here")
+def test_two_nodes_that_look_at_one_checkout_install_once(tmp_path):
+    installs = 'case "$*" in *install*) sleep 0.5; echo installed >>"$LOG" ;; esac'
+    program(tmp_path / "stand-in", installs)
+    makes = 'if [ "$1" = -m ]; then mkdir -p "$3/bin"; cp "$STAND_IN" "$3/bin/python"; exit; fi'
+    program(tmp_path / "bin" / "python3", f'{makes}; exec "{sys.executable}" "$@"')
+    log, venv = tmp_path / "log", tmp_path / "venv"
+    variables = {
+        **os.environ,
+        "PYTHON": str(tmp_path / "bin" / "python3"),
+        "STAND_IN": str(tmp_path / "stand-in"),
+        "LOG": str(log),
+        "SPMD_RL_VENV": str(venv),
+    }
+    setups = [subprocess.Popen([ROOT / "scripts/setup"], env=variables, stdout=-1, text=True) for _ in range(2)]
+    assert [setup.communicate(timeout=LIMIT_S)[0] for setup in setups] == [f"{venv}\n"] * 2
+    assert log.read_text() == "installed\n"
