@@ -172,8 +172,8 @@ class Weights:
     anchor_every: int = 16
     """versions of which one is sent whole although mode = delta"""
     receive: str = "shadow"
-    """shadow | in_place: into memory of its own while the engine goes on, or into the live weights while it pauses:
-    half the memory; the pause is as long as the transfer"""
+    """shadow | in_place: into memory of its own while the engine goes on, or over the version before while it pauses:
+    one set of weights less; the pause is as long as the transfer"""
 
 
 @SETTINGS

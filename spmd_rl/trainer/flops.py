@@ -16,19 +16,23 @@ import torch
 from torch import nn
 
 from spmd_rl.attention import spans
+from spmd_rl.model import head_weight, kv_shape
 from spmd_rl.trainer.microbatch import MicroBatch
 
 
 class Flops:
-    """Of training steps of one model: forward and backward, 3 times the forward; what is recomputed does not count."""
+    """Of training steps of one model: the forward, twice that backward, but once through weights that are frozen.
+
+    What is recomputed does not count.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         config = model.config.get_text_config()
-        heads, layers = config.num_attention_heads, config.num_hidden_layers
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        self.per_input = 2 * sum(p.numel() for p in model.base_model.layers.parameters())  # a token through the body
-        self.per_row = 2 * config.vocab_size * config.hidden_size  # a loss token through the head
-        self.per_pair = 4 * width * layers  # a query with a key that it sees, twice (q · k and p · v)
+        layers, _, dim = kv_shape(config)
+        body, head = model.base_model.layers.parameters(), head_weight(model)
+        self.per_input = sum(_per_row(p) for p in body)  # a token through the body
+        self.per_row = _per_row(head)  # a loss token through the head
+        self.per_pair = 3 * 4 * config.num_attention_heads * dim * layers  # a query with a key that it sees
         self._device = device
 
     def of(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -38,12 +42,17 @@ class Flops:
     def _of(self, micro: MicroBatch) -> float:
         lengths = [(s.end - s.start, s.position) for s in spans(micro.cu_seqlens, micro.parents)]
         pairs = sum(n * (n + 1) / 2 + n * before for n, before in lengths)
-        return 3.0 * (self.per_input * len(micro.token_ids) + self.per_row * len(micro.rows) + self.per_pair * pairs)
+        return self.per_input * len(micro.token_ids) + self.per_row * len(micro.rows) + self.per_pair * pairs
 
     @cached_property
     def peak(self) -> float:
         """Operations per second of this rank's device in the precision of the step."""
         return matmul_peak(self._device)
+
+
+def _per_row(weight: nn.Parameter) -> int:
+    """Forward and backward of one row that is multiplied by a weight."""
+    return 2 * weight.numel() * (3 if weight.requires_grad else 2)
 
 
 @cache

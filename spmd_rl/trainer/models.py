@@ -157,7 +157,7 @@ class Models:
         """Bring what `named_parameters` gives up to date: to be called after a step, by all ranks."""
         for name, parameter in self.model.named_parameters():
             if name in self._rows and (parameter.requires_grad or self._rows_are_new):
-                local(self._rows[name]).copy_(_rows_of(parameter.full_tensor(), self._rows[name]))
+                local(self._rows[name]).copy_(_rows_of(whole(parameter), self._rows[name]))
         self._rows_are_new = False
         frozen, additions = self.frozen(), self.additions()
         for name, layer in self._layers.items():

@@ -60,8 +60,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it; a collective of the ranks that hold it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of it, on its device; a collective of the ranks that hold it, between the devices of their mesh."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor().to(tensor.device)
 
 
 def square_sum(tensors: Iterable[Tensor], ranks: TrainerRanks) -> Tensor:

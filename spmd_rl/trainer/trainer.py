@@ -156,7 +156,7 @@ class Trainer:
         step_s, peak_bytes = self.ranks.max(ends).tolist()
         num_stand_ins = sum(m.is_stand_in for w, _ in rounds for m in w.micro_batches)
         sums = torch.tensor([flops / self.flops.peak, num_stand_ins], dtype=torch.float64, device=self.device)
-        peak_s, num_padding = self.ranks.sum(sums).tolist()
+        peak_s, num_padding = self.ranks.total(sums).tolist()
         return metrics | {
             **{
                 name: sum(stepped.norms[i] for stepped in taken) / max(len(taken), 1)

@@ -160,9 +160,8 @@ class AdapterReceiver:
             failed=failed,
             bucket_bytes=bucket_bytes,
         )
-        self._receiver = self._make(
-            specs=frozen_specs(specs, lora, exact), deliver=self._take_frozen, ended=self._go_on
-        )
+        frozen = frozen_specs(specs, lora, exact)
+        self._receiver = self._make(specs=frozen, num_buffers=1, deliver=self._take_frozen, ended=self._go_on)
 
     def start(self) -> None:
         """From here on versions are delivered."""

@@ -56,7 +56,8 @@ class WeightReceiver:
         deliver: Deliver,
         failed: Failed,
         ended: Callable[[], None] = lambda: None,  # in that thread, after the senders' end
-        in_place: bool = False,  # needs the memory of one version, not of two; the engine waits while one comes
+        num_buffers: int = 2,  # 1 is enough for a stream of one version
+        in_place: bool = False,  # one buffer for all versions; the engine waits while one comes
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._meta_groups, self._payload_groups = dict(meta_groups), dict(payload_groups)
@@ -72,9 +73,8 @@ class WeightReceiver:
             for index, sender in enumerate(self._meta_groups)
         }
         # zeros touch every page once: a first write to fresh memory costs as much as the copy
-        self._buffers = [
-            torch.zeros(whole.num_bytes, dtype=torch.uint8, device=device) for _ in range(1 if in_place else 2)
-        ]
+        num_buffers = 1 if in_place else num_buffers
+        self._buffers = [torch.zeros(whole.num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         self._tensors = [views(buffer, whole) for buffer in self._buffers]
         backends = {dist.get_backend(group) for group in self._payload_groups.values()}
         self._over_host = device.type == "cuda" and backends != {"nccl"}
@@ -94,13 +94,15 @@ class WeightReceiver:
                 for _ in range(IN_FLIGHT)
             ]
         self._in_place = in_place
-        self._free = threading.Semaphore(0 if in_place else 2)
+        self._free = threading.Semaphore(0 if in_place else num_buffers)
         self._released: int | None = None
         self._version: int | None = None
         self._thread = threading.Thread(target=self._run, name="weight receiver", daemon=True)
 
     def start(self) -> None:
         """From here on versions are delivered."""
+        if self._device.type == "cuda":  # the zeros are there: the thread writes on a stream of its own
+            torch.cuda.current_stream(self._device).synchronize()
         self._thread.start()
 
     def release(self, version: int) -> None:

@@ -1,8 +1,9 @@
 """A trainer rank's side of weight sync: its own shard, broadcast to all engines; nobody gathers.
 
 The trainer is held only while its shard is copied into staging; a thread sends each bucket as soon as it is copied, or
-what changed since the version before.  Over NCCL the sender's main thread sends, so that its collectives keep one
-order.  A version is never skipped or repeated.  Knows nothing of trainers or of who receives.
+what changed since the version before.  Over NCCL the trainer's own thread sends, so that its collectives keep one
+order, and the trainer is held until all is sent.  A version is never skipped or repeated.  Knows nothing of trainers or
+of who receives.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class WeightSender:
         self._anchor_every = anchor_every
         self._rank = dist.get_rank()
         self._inline = dist.get_backend(payload_group) == "nccl"
-        self._device = next(iter(parameters.values())).device
+        shards = next(iter(parameters.values())).device  # may be in host memory
+        self._device = torch.device("cuda", torch.cuda.current_device()) if self._inline else shards
         self._buffers = [  # by version modulo 2
             torch.zeros(
                 self._layout.num_bytes,
@@ -79,7 +81,7 @@ class WeightSender:
             self._thread.start()
 
     def publish(self, version: int) -> float:
-        """Copy this rank's shard and send it; all senders call it. Returns the seconds of the copy."""
+        """Copy this rank's shard and send it; all senders call it. Returns the seconds until the trainer may go on."""
         self._wait()
         if version < 0 or (self._version is not None and version != self._version + 1):
             raise RuntimeError(
@@ -92,10 +94,9 @@ class WeightSender:
             self._submit(version)
         started = time.perf_counter()
         self._copy(version)
-        hold_s = time.perf_counter() - started
         if self._inline:
             self._send(version)
-        return hold_s
+        return time.perf_counter() - started
 
     def wait(self) -> SendReport | None:
         """Wait until the last version is sent; its report."""

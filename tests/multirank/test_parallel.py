@@ -34,6 +34,7 @@ LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj
 CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
     # model, (dp_replicate, dp_shard, tp), ranks that share tokens, settings
     "tp": ("tiny", (1, 1, 2), 1, {}),
+    "tp, shared prompts": ("tiny", (1, 1, 2), 1, {"share_prefix": True}),
     "tp, untied": ("llama", (1, 1, 2), 1, {}),
     "tp, biases": ("qwen2", (1, 1, 2), 1, {"shared_critic": True, "credit": Credit()}),
     "tp, lora": ("tiny", (1, 1, 2), 1, {"lora": LORA}),
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
         2,
         {"micro_batch_tokens": 64, "shared_critic": True, "credit": Credit()},
     ),
+    "cp, own critic": ("tiny", (1, 2, 1), 2, {"critic": "model", "credit": Credit()}),
     "cp, shared prompts": ("mistral", (1, 2, 1), 2, {"share_prefix": True}),
     "cp of four, shared prompts": ("tiny", (1, 4, 1), 4, {"share_prefix": True}),
     "cp, recomputed": ("tiny", (1, 2, 1), 2, {"activation_checkpointing": True, "reshard_after_forward": True}),
@@ -131,7 +133,7 @@ def test_parallel_equals_alone(folders: dict[str, Path], ran: dict, case: str) -
     tensors, scores, gradients = trainer.models.named_parameters(), trainer.score(PROBE), moments(trainer)
     for metrics, sent, moved, scored in (rank[case] for rank in ran[int(np.prod(CASES[case][1]))]):
         for mine, theirs in zip(metrics, expected, strict=True):
-            assert_equal(mine, theirs)
+            assert_equal(mine, theirs, np.prod(CASES[case][1]))
             assert (mine["shared_tokens"] > 0) == ("share_prefix" in CASES[case][3])
         assert (list(sent), list(moved)) == (list(tensors), list(gradients))
         for name, gradient in gradients.items():
@@ -139,6 +141,13 @@ def test_parallel_equals_alone(folders: dict[str, Path], ran: dict, case: str) -
         for name, tensor in tensors.items():
             np.testing.assert_allclose(sent[name], tensor.numpy(), rtol=1e-5, atol=2e-5, err_msg=name)
         np.testing.assert_allclose(scored, scores, rtol=0, atol=2e-4)
+
+
+def test_padding_counts_once_for_the_ranks_that_hold_the_same_rollouts(ran: dict) -> None:
+    """2 of 12 rollouts are one micro-batch, the others one each: the ranks with the 2 compute 9 tokens of padding."""
+    for metrics, *_ in (rank["tp and shards"] for rank in ran[4]):
+        assert [m["num_microbatches"] for m in metrics] == [10, 10]
+        assert [m["padding_share"] for m in metrics] == [9 / (m["input_tokens"] + 9) for m in metrics]
 
 
 def merge(trainer: Any, n: int, parts: list[slice]) -> list[Any]:

@@ -69,7 +69,9 @@ def make(folder: Path, mesh, group, **settings: object) -> Trainer:
     }
     rest = {k: v for k, v in settings.items() if k not in MODELS}
     models = Models(policy=load(folder), mesh=mesh, device=CPU, **models)
-    return Trainer(models=models, group=group, **(defaults | rest))
+    trainer = Trainer(models=models, group=group, **(defaults | rest))
+    trainer.flops.peak = 1e9  # not measured: `mfu` times seconds is then exact
+    return trainer
 
 
 def on_mesh(folder: Path, num_replicas: int = 1, **settings: object) -> Trainer:
@@ -116,7 +118,7 @@ CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
     "everything and nothing": (2, 1, [slice(0, 12), slice(0, 0)], {}),
     "two replicas": (2, 2, UNEQUAL, {}),
     "one micro-batch": (2, 1, UNEQUAL, {"micro_batch_tokens": 100_000}),
-    "in host memory": (2, 1, UNEQUAL, {"cpu_offload": True}),
+    "CPU offload": (2, 1, UNEQUAL, {"cpu_offload": True}),  # its code; where memory lies only a GPU can show
     "resharded after forward": (2, 1, UNEQUAL, {"reshard_after_forward": True}),
     "reference": (2, 1, UNEQUAL, {"reference": "model", "objective": HELD, "num_minibatches": 1, "num_epochs": 2}),
     "own critic": (2, 1, UNEQUAL, {"critic": "model", "credit": Credit()}),
@@ -161,12 +163,15 @@ def many(part: slice) -> Packed:
     return pack(rollouts[part], random.normal(size=32)[part].astype(np.float32))
 
 
-def assert_equal(found: dict[str, float], expected: dict[str, float]) -> None:
-    """All metrics that do not depend on who computes what."""
+def assert_equal(found: dict[str, float], expected: dict[str, float], num_ranks: int) -> None:
+    """All metrics that do not depend on who computes what; `expected` is of one rank."""
     for name in expected.keys() - VARYING:
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
     inputs = [metrics["input_tokens"] + metrics["shared_tokens"] for metrics in (found, expected)]
     assert inputs[0] == inputs[1]
+    if not found["shared_tokens"]:  # as many operations were asked for
+        asked_for = expected["mfu"] * expected["step_s"]
+        assert found["mfu"] * found["step_s"] * num_ranks == pytest.approx(asked_for, rel=1e-9)
 
 
 def step_on_nan(rank: int, folder: Path) -> str:
@@ -268,7 +273,7 @@ def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
     for steps, after in found:
         assert steps == found[0][0]
         for mine, theirs in zip(steps, expected, strict=True):
-            assert_equal(mine, theirs)
+            assert_equal(mine, theirs, CASES[case][0])
             assert (mine["shared_tokens"] > 0) == ("share_prefix" in CASES[case][3])
         for name, tensor in tensors.items():
             atol = 1e-7 if name.endswith("moment") else 1e-5
@@ -305,6 +310,13 @@ def test_gradient_norms_agree_over_ranks_and_micro_batches(
         assert found["num_microbatches"] == max(1, num_micro_batches // num_ranks)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_one_token_is_padding_for_each_micro_batch_of_a_rank_without_work(ran: dict) -> None:
+    for rank in ran[2]:
+        metrics, _ = rank["everything and nothing"][0]
+        num = metrics["num_microbatches"]
+        assert metrics["padding_share"] == num / (metrics["input_tokens"] + num)
 
 
 def test_nothing_anywhere_is_an_empty_step(ran: dict) -> None:

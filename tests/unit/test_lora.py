@@ -28,6 +28,13 @@ def test_it_starts_as_the_model_and_trains_only_the_additions(folder: Path) -> N
     assert moved == {n for n in before if ".lora_" in n} and len(moved) == 8
 
 
+def test_frozen_weights_cost_a_forward_and_half_a_backward(folder: Path) -> None:  # noqa: F811
+    """Two layers: 4 · (128 + 128) values beside q_proj, 4 · (320 + 128) beside down_proj."""
+    low, full = trainer(folder, lora=LORA).flops, trainer(folder).flops
+    assert low.per_input == full.per_input * 2 / 3 + 6 * 2 * (4 * (128 + 128) + 4 * (320 + 128))
+    assert (low.per_row, low.per_pair) == (full.per_row * 2 / 3, full.per_pair)
+
+
 def test_first_gradient_of_b_is_that_of_the_full_weight_through_a(folder: Path) -> None:  # noqa: F811
     """y = W x + s B A x, so dL/dB = s (dL/dW) Aᵀ while B is 0."""
     low, full = trainer(folder, lora=LORA), trainer(folder)
