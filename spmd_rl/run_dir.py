@@ -8,10 +8,13 @@ Knows the names and what a resume moves aside; not what is in the files.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +74,24 @@ class RunDir:
         shutil.rmtree(self.weights, ignore_errors=True)
         for folder in (self.tensorboard, self.batches, self.evals, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def claim(self) -> None:
+        """Hold the directory until this process ends; ValueError while a process of another job does.
+
+        Where the file system has no locks nothing is held, and nothing refused.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / ".owner", os.O_RDWR | os.O_CREAT, 0o644)  # never closed: that would let go
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return
+            owner = os.read(descriptor, 1000).decode(errors="replace")
+            os.close(descriptor)
+            raise ValueError(f"run.dir = {self.path} is in use by {owner}: end that job, or choose another") from error
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     @property
     def used(self) -> bool:

@@ -158,6 +158,11 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
         envs.check_tasks(env_name, made, seed=config.run.seed, splits=splits)
     run_dir = RunDir(Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
+    try:
+        run_dir.claim()
+    except ValueError:  # after a failure it may be a lost node's lock, of which the file system does not know yet
+        if not world.restarted:
+            raise
     version, restored = starting_point(run_dir, config, restarted=world.restarted)
     run_dir.create()
     disk.check_room(model, run_dir.path, **config.on_disk)

@@ -4,6 +4,8 @@ import copy
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -111,6 +113,17 @@ def test_a_used_directory_is_never_started_afresh_by_mistake(run_dir, config):
     with pytest.raises(ValueError, match="holds a run already"):
         start(run_dir, config, resume="never")
     assert start(run_dir, config, restarted=True, resume="never")[0] == 2
+
+
+def test_a_directory_belongs_to_one_job_until_its_process_ends(run_dir):
+    code = f"from spmd_rl.run_dir import RunDir; RunDir(Path({str(run_dir.path)!r})).claim(); print('held'); input()"
+    words = [sys.executable, "-uc", f"from pathlib import Path; {code}"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=rf"is in use by process {other.pid} on \S+: end that job"):
+            run_dir.claim()
+        other.kill()
+    run_dir.claim()
 
 
 def test_a_finished_run_has_nothing_left_unless_its_model_is_missing(run_dir, config):
