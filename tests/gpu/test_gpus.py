@@ -41,6 +41,16 @@ def test_a_run_takes_nccl_where_every_rank_has_a_gpu(tmp_path, side, backend):
     assert job.summary["version"] == 4 and job.summary["probe_kl_max"] < 1e-2  # bfloat16 on both sides
 
 
+@pytest.mark.parametrize("side", [on(2, 1), on(4, 2)])
+@pytest.mark.parametrize("mode", ["full", "disk"])
+def test_a_run_with_shards_in_host_memory_sends_and_exports_them(tmp_path, side, mode):
+    topology = [f"topology.inference={side}", f"topology.trainer={side}"]
+    settings = ["trainer.cpu_offload=true", f"weights.mode={mode}", "run.steps=2", "eval.every=-1"]
+    job = run("tiny_cpu.toml", tmp_path / "run", *topology, *settings, num_ranks=2 * side)
+    assert job.code == 0, job.output
+    assert job.summary["version"] == 2 and (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("num_gpus", [on(2, 2)])
 def test_an_engine_of_vllm_on_two_gpus_samples_from_the_version_that_it_names(tmp_path, num_gpus):
     pytest.importorskip("vllm", reason="vLLM is not installed")
