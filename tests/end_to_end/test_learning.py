@@ -104,7 +104,7 @@ def test_it_learns_taken_in_turns(tmp_path: Path) -> None:
     assert job.summary["age_max"] == 0
 
 
-@pytest.mark.parametrize(("inference", "trainers"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("inference", "trainers"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_other_splits_of_the_ranks_run_too(tmp_path: Path, inference: int, trainers: int) -> None:
     split = (f"topology.inference={inference}", f"topology.trainer={trainers}")
     job = run("tiny_cpu.toml", tmp_path / "run", "run.steps=6", *split, num_ranks=3)

@@ -52,7 +52,8 @@ def kill_and_restart(run_dir, rank, *settings, ranks):
 LORA = ["lora.rank=4", "lora.sync=adapter", "trainer.learning_rate=1e-2"]
 
 
-@pytest.mark.parametrize("lora", [[], pytest.param(LORA, marks=pytest.mark.full)], ids=["whole", "lora"])
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [[], LORA], ids=["whole", "lora"])
 def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path, lora):
     settings = ["run.steps=6", "checkpoint.every=3", "eval.every=3"]
     settings += ["staleness.max_staleness=0", "inference.deterministic=true", *lora]

@@ -39,6 +39,7 @@ def test_engines_receive_in_place_while_they_pause(tmp_path):
     assert all(step["weights/update_norm"] > 0 for step in steps)
 
 
+@pytest.mark.full
 def test_weights_by_disk_are_folders_that_others_can_read(tmp_path):
     job = run("tiny_cpu.toml", tmp_path / "run", *SHORT, "weights.mode=disk", "topology.trainer=2", num_ranks=3)
     assert all(step["weights/update_norm"] > 0 for step in done(job))

@@ -40,6 +40,9 @@ def test_a_signal_while_nodes_are_awaited_ends_the_script(tmp_path, number):
         stdout=-1,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where the tests run in the background
     ) as script:
         assert script.stdout.readline() == "waiting\n"
         os.killpg(script.pid, number)  # as a terminal does
