@@ -217,10 +217,11 @@ def test_without_the_trainers_half_nothing_is_made_complete(tmp_path):
     assert checkpoint.newest(tmp_path) is None
 
 
-def test_a_save_that_failed_is_told_as_a_failure_and_never_as_saved():
+def test_a_save_that_failed_is_told_as_a_failure_and_never_as_saved(tmp_path):
     failures, sent, saving = [], [], Future()
     live, outbox = SimpleNamespace(failed=failures.append), SimpleNamespace(put=sent.append)
-    rank, error = SimpleNamespace(_live=live, _outbox=outbox, _written=threading.Event()), OSError("disk is full")
+    run_dir, error = SimpleNamespace(checkpoints=tmp_path), OSError("the cable is out")
+    rank = SimpleNamespace(_live=live, _outbox=outbox, _written=threading.Event(), _run_dir=run_dir)
     saving.set_exception(error)
     TrainerRank._tell_saved(rank, {"version": 2, "final": False}, saving)
     assert (failures, sent, rank._written.is_set()) == ([error], [], False)
