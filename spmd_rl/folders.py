@@ -10,14 +10,19 @@ from pathlib import Path
 
 
 @contextmanager
-def written_aside(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `folder`, which takes its place when the block ends well and is removed if not."""
+def written_aside(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yields an empty folder beside `folder`, which takes its place when the block ends well and is removed if not.
+
+    replace: what is at `folder` then goes, and not before.
+    """
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     aside.chmod(0o755)  # mkdtemp's are for their owner only
     try:
         yield aside
+        if replace and folder.exists():
+            shutil.rmtree(folder)
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -65,7 +65,7 @@ def _write(tensors: dict[str, Tensor], folder: Path, source: Path) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    with written_aside(folder) as aside:
+    with written_aside(folder, replace=True) as aside:
         for file in sorted(source.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
                 shutil.copy(file, aside / file.name)
@@ -74,8 +74,6 @@ def _write(tensors: dict[str, Tensor], folder: Path, source: Path) -> None:
         (aside / SUMS).unlink(missing_ok=True)  # of a source that was itself exported
         sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(aside.iterdir())]
         (aside / SUMS).write_text("".join(sums))
-        if folder.exists():  # of an earlier end of the same run
-            shutil.rmtree(folder)
 
 
 def _sha256(path: Path) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -94,8 +93,6 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base:
         "bias": "none",
         "inference_mode": True,
     }
-    with written_aside(folder) as aside:
+    with written_aside(folder, replace=True) as aside:
         save_file(state, aside / "adapter_model.safetensors", {"format": "pt"})
         (aside / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if folder.exists():  # of an earlier end of the same run
-            shutil.rmtree(folder)

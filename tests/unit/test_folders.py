@@ -25,3 +25,12 @@ def test_a_folder_that_is_there_is_not_replaced(tmp_path):
     with pytest.raises(OSError, match="tiny"), written_aside(tmp_path / "tiny"):
         pass
     assert (tmp_path / "tiny" / "config.json").read_text() == "old"
+
+
+def test_a_folder_that_is_replaced_stays_until_the_new_one_is_complete(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "old.json").write_text("{}")
+    with written_aside(tmp_path / "tiny", replace=True) as aside:
+        (aside / "new.json").write_text("{}")
+        assert [p.name for p in (tmp_path / "tiny").iterdir()] == ["old.json"]
+    assert [p.name for p in (tmp_path / "tiny").iterdir()] == ["new.json"]
