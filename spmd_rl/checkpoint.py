@@ -153,7 +153,7 @@ def newest(checkpoints: Path) -> tuple[int, Path] | None:
 
 
 def all_complete(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Version and folder of every complete checkpoint."""
+    """Version and folder of every complete checkpoint, the newest last."""
     return [(v, folder) for v, folder in _folders(checkpoints) if (folder / MARKER).exists()]
 
 
@@ -168,9 +168,9 @@ def tidy(checkpoints: Path) -> None:
 
 def remove_old(checkpoints: Path, keep_last: int) -> None:
     """All but the newest complete ones, and what is left of those removed before."""
-    kept = sorted(v for v, folder in _folders(checkpoints) if (folder / MARKER).exists())[-keep_last:]
+    kept = all_complete(checkpoints)[-keep_last:]
     for version, folder in _folders(checkpoints):
-        if kept and version < kept[0]:
+        if kept and version < kept[0][0]:
             _remove(folder)
 
 

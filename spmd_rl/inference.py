@@ -133,20 +133,14 @@ def make_episodes(
         generate=engine.generate,
         engine_version=lambda: engine.version,
         sampling={
-            "train": Sampling(
+            purpose: Sampling(
                 max_tokens=rollout.max_tokens,
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
                 stop_ids=tokenizer.stop_ids,
-            ),
-            "eval": Sampling(
-                max_tokens=rollout.max_tokens,
-                temperature=config.eval.temperature,
-                top_p=config.eval.top_p,
-                top_k=config.eval.top_k,
-                stop_ids=tokenizer.stop_ids,
-            ),
+            )
+            for purpose, settings in (("train", rollout), ("eval", config.eval))
         },
         max_seq_len=config.inference.max_seq_len,
         seed=config.run.seed,
