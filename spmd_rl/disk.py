@@ -1,4 +1,4 @@
-"""How much disk a run will need, as far as that can be known before it starts.
+"""How much disk a run will need, as far as that can be known before it starts, and what a full one is called.
 
 Reads only the headers of the model's safetensors files.  Knows nothing of ranks; what batches and metrics take grows
 with the run and is not counted.
@@ -6,8 +6,10 @@ with the run and is not counted.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
 import struct
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from typing import Any
 
 BYTES_IN_CHECKPOINT = 12  # per parameter: float32 weights and AdamW's two moments
 BYTES_IN_EXPORT = 4
+NO_ROOM_BYTES = 2**20  # less free space than this is a full disk
 
 
 def num_parameters(model: Path) -> int:
@@ -57,6 +60,15 @@ def check_room(model: Path, folder: Path, *, keep_last: int, **others: Any) -> N
             f"{folder}: {free / 1e9:.1f} GB are free, what the run writes takes {needed / 1e9:.1f} GB "
             f"({num_parameters(model) / 1e6:.0f}M parameters, checkpoint.keep_last = {keep_last} and one being written)"
         )
+
+
+def blamed(error: BaseException, folder: Path) -> BaseException:
+    """The error of a write below `folder`, or that the disk is full: torch names that by what it then trips over."""
+    if shutil.disk_usage(folder).free >= NO_ROOM_BYTES:
+        return error
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    full.__cause__ = error
+    return full
 
 
 def _shapes(model: Path) -> dict[str, list[int]]:

@@ -6,10 +6,7 @@ their collectives meet.  Sending weights overlaps what comes next.  Knows nothin
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
-import shutil
 import threading
 import time
 from concurrent.futures import Future
@@ -18,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_rl import checkpoint, packing
+from spmd_rl import checkpoint, disk, packing
 from spmd_rl.config import Config
 from spmd_rl.liveness import Liveness
 from spmd_rl.make_trainer import make_trainer
@@ -32,8 +29,6 @@ from spmd_rl.weights.layout import manifest
 from spmd_rl.weights.sender import WeightSender
 from spmd_rl.weights.wire import SendReport
 from spmd_rl.world import World
-
-NO_ROOM_BYTES = 2**20  # less free space than this is a full disk
 
 
 class TrainerRank:
@@ -129,11 +124,7 @@ class TrainerRank:
     def _tell_saved(self, words: dict[str, int | bool], saving: Future[None]) -> None:
         """On the thread that wrote it."""
         if error := saving.exception():
-            folder = self._run_dir.checkpoints
-            if shutil.disk_usage(folder).free < NO_ROOM_BYTES:  # torch names a full disk by what it then trips over
-                full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-                full.__cause__, error = error, full
-            self._live.failed(error)
+            self._live.failed(disk.blamed(error, self._run_dir.checkpoints))
             return
         self._outbox.put(Message(Kind.SAVED, words))
         self._written.set()
