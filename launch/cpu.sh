@@ -7,9 +7,7 @@ here=$PWD
 cd "$(dirname "$0")/.."
 config=configs/smollm2_cpu.toml
 if [[ ${1:-} == *.toml ]]; then config=$1; shift; fi
-[ ! -f "$here/$config" ] || config=$here/$config
-venv=$(scripts/setup)
+. launch/ready.sh
 "$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # the limit is run.shutdown_s
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 exec "$venv/bin/torchrun" --standalone --nproc-per-node="${NPROC:-2}" -m spmd_rl "$config" "$@"

@@ -28,16 +28,14 @@ cd "$(dirname "$0")/.."
     exit 2
 }
 config=$1; shift
-[ ! -f "$here/$config" ] || config=$here/$config
-venv=$(scripts/setup)
+. launch/ready.sh
 "$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
 # A node's own name may resolve to nothing, or to a loopback address that no other node reaches: gloo, NCCL and torchrun
 # (--local-addr, is_host) are told which address and interface to use, and look nothing up.
 reached=$("$venv/bin/python" launch/interface.py "${MASTER%:*}" ${IFACE:+"$IFACE"})
 read -r address iface is_host <<<"$reached"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$iface} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$iface}  # "=": exactly
-export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # the limit is run.shutdown_s
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # a hung NCCL collective leaves what every rank was at, and an error on one rank reaches the others
 export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1
 

@@ -6,12 +6,10 @@ here=$PWD
 cd "$(dirname "$0")/.."
 [[ ${1:-} == *.toml ]] || { echo "usage: launch/node.sh CONFIG.toml [section.key=value ...]" >&2; exit 2; }
 config=$1; shift
-[ ! -f "$here/$config" ] || config=$here/$config
-venv=$(scripts/setup)
+. launch/ready.sh
 "$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
-export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # the limit is run.shutdown_s
 # The world restarts from its newest complete checkpoint up to three times after a failure.
 exec "$venv/bin/torchrun" --standalone --nproc-per-node="${NPROC:-8}" --max-restarts="${MAX_RESTARTS:-3}" \
     -m spmd_rl "$config" "$@"

@@ -6,10 +6,8 @@ here=$PWD
 cd "$(dirname "$0")/.."
 config=configs/smollm2_cpu.toml
 if [[ ${1:-} == *.toml ]]; then config=$1; shift; fi
-[ ! -f "$here/$config" ] || config=$here/$config
-venv=$(scripts/setup)
+. launch/ready.sh
 "$venv/bin/python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "one_gpu.sh: torch sees no GPU; launch/cpu.sh runs the same loop without one")'
 "$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
-export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # the limit is run.shutdown_s
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 exec "$venv/bin/torchrun" --standalone --nproc-per-node=2 -m spmd_rl "$config" "$@"
