@@ -75,7 +75,7 @@ class ChatServer:
         episode = self._episodes[secret] = _Episode(chat)
         try:
             result = await play(f"http://127.0.0.1:{port}/{secret}/v1")
-        except Exception:
+        except Exception:  # of the program, which may be the end of a request that failed: that one is raised below
             if episode.error is None:
                 raise
         finally:

@@ -44,7 +44,7 @@ class VersionPin:
                 await self._ask(max(versions))
             await self._policy.reached(max(versions))
             yield max(versions)
-        except BaseException:
+        except BaseException:  # a cancellation too: no engine may be left holding weights; it is raised again
             self._number += 1
             self._send(self._number, None)
             raise
