@@ -113,6 +113,7 @@ def test_nothing_that_hangs_holds_a_stop_longer_than_its_window(tmp_path, what):
     assert checkpoint.newest(tmp_path / "checkpoints") is None  # nothing incomplete was made to look complete
 
 
+@pytest.mark.full
 def test_what_cannot_be_resumed_is_refused_by_path_and_reason(tmp_path):
     with LiveJob(tmp_path, "run.steps=2", "eval.every=-1") as job:
         assert job.wait() == 0, job.output

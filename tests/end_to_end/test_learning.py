@@ -96,6 +96,7 @@ def test_taken_in_turns_every_age_is_zero_and_two_runs_are_the_same_to_the_last_
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.full
 def test_it_learns_taken_in_turns(tmp_path: Path) -> None:
     job = run("tiny_cpu_sync.toml", tmp_path / "run")
     _assert_done(job, 60)

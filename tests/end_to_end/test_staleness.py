@@ -98,9 +98,8 @@ def test_the_ship_gate_holds_batches_and_keeps_its_own_bound(tmp_path):
     assert end["parked_s"] > 0
 
 
-@pytest.mark.parametrize(
-    "on_update", ["restart", *(pytest.param(name, marks=pytest.mark.full) for name in ("continue", "hold"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("on_update", ["restart", "continue", "hold"])
 def test_sequences_that_run_at_an_update_do_what_on_update_says(on_update, tmp_path):
     end = run(tmp_path, *LONG, f"staleness.on_update={on_update}", num_steps=8)
     whole = all(len(runs) == 1 for runs in runs_of(tmp_path))
