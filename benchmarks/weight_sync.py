@@ -11,9 +11,9 @@ For each model (`smollm2`: the shapes of SmolLM2-135M in float32; `synthetic`: 1
 
 `hold_s` is what a trainer waits; `cpu_s` is of all ranks together, the norm of the change included, and says more than
 seconds where other work shares the cores.  `machine`: this machine's copy and checksum in one thread.  `pause`: a
-native engine of SmolLM2's shape, 8 running sequences: the swap, a decode step before it, the step after it, in which
-keys and values begin to be recomputed.  `delta`: bfloat16 weights N(0, 0.02) after steps of N(0, 1) times the learning
-rate, sent whole and as deltas.
+native engine of SmolLM2's shape, 8 running sequences: a decode step, the preparation of new weights (beside steps, in a
+run), the swap, and the step after it, in which keys and values begin to be recomputed.  `delta`: bfloat16 weights
+N(0, 0.02) after steps of N(0, 1) times the learning rate, sent whole and as deltas.
 """
 
 from __future__ import annotations
@@ -214,12 +214,17 @@ def pause(repeats: int = 5) -> dict[str, float]:
     for number in range(8):
         prompt = np.random.default_rng(number).integers(0, SHAPES["smollm2"][0][0], 32).astype(np.int32)
         engine.submit(number, prompt, Sampling(max_tokens=200, seed=number))
-    taken: dict[str, list[float]] = {"step": [], "swap": [], "step_after": []}
+    taken: dict[str, list[float]] = {"step": [], "prepare": [], "swap": [], "step_after": []}
     for version in range(1, repeats + 2):
         for _ in range(3):  # all sequences are decoded again
             engine.step()
-        works = {"step": engine.step, "swap": lambda v=version: engine.load_weights(weights[v % 2], v)}
-        for name, work in (works | {"step_after": engine.step}).items():
+        works = {
+            "step": engine.step,
+            "prepare": lambda v=version: engine.prepare(weights[v % 2]),
+            "swap": lambda v=version: engine.load_weights(weights[v % 2], v),
+            "step_after": engine.step,
+        }
+        for name, work in works.items():
             start = time.perf_counter()
             work()
             taken[name].append(1e3 * (time.perf_counter() - start))

@@ -39,6 +39,7 @@ class InferenceRank:
         self._loop = asyncio.get_running_loop()
         self._probe_every, self._probe = config.run.probe_every, []
         self._waits_for_word = config.staleness.on_update == "drain" and config.weights.mode != "disk"
+        self._in_place = config.weights.receive == "in_place"
         self._may_swap = threading.Semaphore(0)
         self.stopped = asyncio.Event()
         engine, specs = build_engine(config, device=world.device, group=world.engine_group)
@@ -105,7 +106,12 @@ class InferenceRank:
         self._loop.call_soon_threadsafe(self._send, message)
 
     def _weights_arrived(self, version: int, fetch: Fetch) -> None:
-        """On the receiver's thread: have the engine swap between two steps, then acknowledge and score the probe."""
+        """On the receiver's thread: what can be done beside the engine's steps, then a swap between two of them.
+
+        The swap is acknowledged, and the probe scored under the new weights.
+        """
+        if not self._in_place:
+            self._engine.engine.prepare(fetch().tensors)
         if self._waits_for_word and self._engine.version >= 0:
             self._may_swap.acquire()  # unblocked by rank 0's word, once nothing runs that is of the version before
 

@@ -18,8 +18,11 @@ from spmd_rl.weights.layout import manifest
 
 
 class Body(Protocol):
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compute with these from now on: by reference, or copied where another layout is faster."""
+    def prepare(self, tensors: Mapping[str, Tensor]) -> object:
+        """For `load`: the tensors, which must stay as they are, or what is made of them; from any thread."""
+
+    def load(self, weights: object) -> None:
+        """Compute with what `prepare` gave, from now on."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[T], [T] -> hidden states [T, d] after the last norm."""
@@ -43,6 +46,9 @@ class Modules:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     self._places[names[id(parameter)]].append((module, attribute))
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, places in self._places.items():

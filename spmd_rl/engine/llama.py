@@ -8,7 +8,7 @@ one matrix.  Knows nothing of caches: attention is the `Attend` it is called wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,21 +26,31 @@ MATRICES = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Layer:
-    prefix: str  # of its tensors' names
-    window: int | None
     matrices: dict[str, Matrix]  # by name in MATRICES
-    vectors: dict[str, Tensor] = field(default_factory=dict)  # norms and biases, by the rest of their names
+    vectors: dict[str, Tensor]  # norms and biases, by the rest of their names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Weights:
+    """Of one version."""
+
+    layers: list[_Layer]
+    embedding: Tensor  # [V, d]
+    norm: Tensor
+    head: Matrix
+    head_weight: Tensor  # [V, d]
 
 
 class LlamaBody:
     """A `Body`."""
 
     def __init__(self, model: nn.Module, max_seq_len: int, device: torch.device) -> None:
-        config, shapes = model.config, dict(model.named_parameters())
+        config = model.config
         self._eps = config.rms_norm_eps
         self._root_eps = torch.tensor(self._eps**0.5, device=device)
         self._heads = config.num_attention_heads
@@ -50,19 +60,8 @@ class LlamaBody:
         half = self._dim // 2
         # rotate_half(x) * sin = roll(x, D/2) * [-sin, sin]
         self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
-        self._layers = []
-        for i, layer in enumerate(model.base_model.layers):
-            prefix = f"model.layers.{i}."
-            matrices = {
-                name: Matrix([shapes[f"{prefix}{part}.weight"] for part in parts], device)
-                for name, parts in MATRICES.items()
-            }
-            windowed = config if config.model_type == "mistral" else layer.self_attn
-            window = getattr(windowed, "sliding_window", None)
-            self._layers.append(_Layer(prefix=prefix, window=window, matrices=matrices))
-        self._tied = "lm_head.weight" not in shapes
-        self._head = Matrix([shapes["model.embed_tokens.weight" if self._tied else "lm_head.weight"]], device)
-        self._embedding = self._norm = torch.empty(0)
+        windowed = [config if config.model_type == "mistral" else layer.self_attn for layer in model.base_model.layers]
+        self._windows = [getattr(owner, "sliding_window", None) for owner in windowed]
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
@@ -71,27 +70,25 @@ class LlamaBody:
         plain = type(model).__name__ in ARCHITECTURES and config.hidden_act == "silu"
         return plain and rope in STATIC_ROPE and not getattr(config, "mlp_bias", False)
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for layer in self._layers:
-            for name, parts in MATRICES.items():
-                layer.matrices[name].load([tensors[f"{layer.prefix}{part}.weight"] for part in parts])
-                biases = [tensors[bias] for part in parts if (bias := f"{layer.prefix}{part}.bias") in tensors]
-                if biases:
-                    layer.vectors[name] = torch.cat(biases)
-            for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
-                if (weight := f"{layer.prefix}{norm}.weight") in tensors:
-                    layer.vectors[norm] = tensors[weight]
-        self._norm, embedding = tensors["model.norm.weight"], tensors["model.embed_tokens.weight"]
-        self._head.load([embedding if self._tied else tensors["lm_head.weight"]])
-        if not self._tied:
-            self._embedding = embedding
+    def prepare(self, tensors: Mapping[str, Tensor]) -> _Weights:
+        head_weight = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+        return _Weights(
+            layers=[_layer(tensors, f"model.layers.{i}.") for i in range(len(self._windows))],
+            embedding=tensors["model.embed_tokens.weight"],
+            norm=tensors["model.norm.weight"],
+            head=Matrix([head_weight]),
+            head_weight=head_weight,
+        )
+
+    def load(self, weights: _Weights) -> None:
+        self._weights = weights
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self._head.rows(token_ids) if self._tied else F.embedding(token_ids, self._embedding)
+        weights, x = self._weights, F.embedding(token_ids, self._weights.embedding)
         cos, sin = self._cos[positions], self._sin[positions]
         num, scale = len(x), self._dim**-0.5
         parts = [self._heads, self._kv_heads, self._kv_heads]
-        for index, layer in enumerate(self._layers):
+        for index, (layer, window) in enumerate(zip(weights.layers, self._windows, strict=True)):
             matrices, vectors = layer.matrices, layer.vectors
             qkv = matrices["qkv"](self._normed(x, vectors["input_layernorm"]), vectors.get("qkv"))
             qkv = qkv.view(1, num, -1, self._dim).transpose(1, 2)
@@ -101,18 +98,18 @@ class LlamaBody:
                 q, k = self._normed(q, vectors["self_attn.q_norm"]), self._normed(k, vectors["self_attn.k_norm"])
                 qk = torch.cat([q, k], 1)
             torch.addcmul(qk * cos, qk.roll(self._dim // 2, -1), sin, out=rotated)
-            a = attend(index, *qkv.split(parts, 1), scale=scale, window=layer.window, softcap=None)
+            a = attend(index, *qkv.split(parts, 1), scale=scale, window=window, softcap=None)
             x += matrices["out"](a.reshape(num, -1), vectors.get("out"))
             gate, up = matrices["gate_up"](self._normed(x, vectors["post_attention_layernorm"])).chunk(2, -1)
             x += matrices["down"](F.silu(gate).mul_(up))
-        return self._normed(x, self._norm)
+        return self._normed(x, weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        return self._weights.head(hidden)
 
     @property
     def head(self) -> Tensor:
-        return self._head.weight
+        return self._weights.head_weight
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.is_cuda or x.dtype != torch.float32:
@@ -120,3 +117,16 @@ class LlamaBody:
         # x / sqrt(|x|² / d + eps) * weight, in fewer passes than torch makes of it on the CPU
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.div(x, norm.mul_(x.shape[-1] ** -0.5).hypot_(self._root_eps)).mul_(weight)
+
+
+def _layer(tensors: Mapping[str, Tensor], prefix: str) -> _Layer:
+    matrices, vectors = {}, {}
+    for name, parts in MATRICES.items():
+        matrices[name] = Matrix([tensors[f"{prefix}{part}.weight"] for part in parts])
+        biases = [tensors[bias] for part in parts if (bias := f"{prefix}{part}.bias") in tensors]
+        if biases:
+            vectors[name] = torch.cat(biases)
+    for norm in NORMS:
+        if (weight := f"{prefix}{norm}.weight") in tensors:
+            vectors[norm] = tensors[weight]
+    return _Layer(matrices=matrices, vectors=vectors)

@@ -63,6 +63,9 @@ class Leader:
         self._digest = _digest(self._digest, ended)
         return ended
 
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        self._engine.prepare(tensors)
+
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._tell("load", version)
         self._engine.load_weights(tensors, version)

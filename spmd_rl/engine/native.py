@@ -82,6 +82,7 @@ class NativeEngine:
         self._jobs: deque[Prefix] = deque()  # not yet complete, in order of service
         self._ready: list[Prefix] = []  # complete in this step, or cached: what waits for them starts in this step
         self._cancelled: list[int] = []
+        self._prepared: tuple[Mapping[str, Tensor], object] | None = None
 
     @property
     def num_running(self) -> int:
@@ -132,9 +133,18 @@ class NativeEngine:
             self._trim_prefixes()
         return ended
 
-    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         check_update(tensors, self._specs, self._device)
-        self._body.load(tensors)
+        self._prepared = (tensors, self._body.prepare(tensors))
+        if self._device.type == "cuda":  # steps are computed on another thread's stream
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared[0] is not tensors:
+            check_update(tensors, self._specs, self._device)
+            prepared = (tensors, self._body.prepare(tensors))
+        self._body.load(prepared[1])
         self.version = version
         self._prefixes.clear()
         self._jobs.clear()

@@ -37,6 +37,9 @@ class Engine(Protocol):
     def step(self) -> list[tuple[int, Completion]]:
         """One engine step; the requests that ended in it."""
 
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """In any thread, beside a step: what can be done ahead of `load_weights`, which is then called with these."""
+
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Between two steps: go on under these weights, by name as in `named_parameters`; the engine keeps them."""
 

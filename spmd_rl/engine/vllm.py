@@ -170,6 +170,9 @@ class VllmEngine:
         ended, self._ended = self._ended, []
         return ended
 
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """vLLM has one copy of its weights."""
+
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         check_update(tensors, self._specs, self._device)  # vLLM never recovers from a tensor of another shape
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})

@@ -185,6 +185,29 @@ def test_a_swap_in_mid_sequence_recomputes_what_was_held(deterministic: bool, tm
         assert np.abs(got.logprobs[n:] - before[n:]).max() > 0.5
 
 
+def test_weights_prepared_beside_steps_change_nothing_until_they_are_loaded(tmp_path: Path) -> None:
+    models = [load(save("smollm2", tmp_path / str(seed), seed=seed)) for seed in range(3)]
+    versions = [dict(model.named_parameters()) for model in models]
+    engine, prompt = _engine(tmp_path / "0", versions[0]), _prompt(20)
+    engine.submit(0, prompt, Sampling(max_tokens=30))
+
+    def between(step: int) -> None:
+        if step == 5:
+            engine.prepare(versions[1])
+        if step == 10:
+            engine.load_weights(versions[1], 1)
+            engine.prepare(versions[0])
+        if step == 20:
+            engine.load_weights(versions[2], 2)  # others than those prepared
+
+    done = _run(engine, between)[0]
+    assert (np.diff(done.versions) >= 0).all() and set(done.versions.tolist()) == {0, 1, 2}
+    expected = np.stack([_expected(model, prompt, done.token_ids) for model in models])
+    np.testing.assert_allclose(done.logprobs, expected[done.versions, np.arange(30)], atol=1e-5)
+    with pytest.raises(ValueError, match=r"model.norm.weight: \(31,\)"):
+        engine.prepare({**versions[0], "model.norm.weight": torch.ones(31)})
+
+
 def test_swaps_at_every_step_still_stamp_and_compute_each_token_by_its_version(tmp_path: Path) -> None:
     models = [load(save("llama", tmp_path / str(seed), seed=seed)) for seed in range(3)]
     engine = _engine(tmp_path / "0", prefill_budget=16)
