@@ -131,6 +131,33 @@ def test_whoever_fails_is_named_and_all_are_gone(tmp_path, who, how):
         assert not job.left
 
 
+@pytest.mark.parametrize(
+    ("how", "rank", "num_engines"),
+    [
+        ("SIGKILL", 1, 2),
+        pytest.param("SIGSTOP", 1, 2, marks=pytest.mark.full),
+        pytest.param("SIGKILL", 0, 1, marks=pytest.mark.full),
+        pytest.param("SIGSTOP", 0, 1, marks=pytest.mark.full),
+    ],
+)
+def test_an_engine_that_dies_while_weights_come_is_named(tmp_path, how, rank, num_engines):
+    """It has some of version 3's buckets and asks for no more, so that their sender waits for it; then it is killed."""
+    settings = [f"topology.inference={num_engines}", "run.steps=1000", "eval.every=-1", f"weights:{rank}:hang"]
+    with LiveJob(tmp_path, *settings, ranks=num_engines + 1, module="tests.end_to_end.misbehaving") as job:
+        job.wait_for("hanging")
+        job.send(signal.Signals[how], rank=rank)
+        start = time.monotonic()
+        job.wait_for("run failed")
+        told_s = time.monotonic() - start
+        assert_failed(job, tmp_path, rank, "inference", "lost" if how == "SIGKILL" else "no sign of life")
+        print(f"{how}, rank {rank}: told after {told_s:.1f} s, gone {time.monotonic() - start - told_s:.1f} s later")
+        assert not job.left
+    if rank != 0:  # who knows of versions
+        assert summary(tmp_path)["version"] == 2
+    if how == "SIGSTOP":  # after a kill the sender has raised
+        assert "in _send\n" in (tmp_path / f"stacks-rank{num_engines}.txt").read_text()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["block", "wait"])
 def test_an_episode_that_hangs_ends_the_run_within_the_stall_timeout(tmp_path, how):
