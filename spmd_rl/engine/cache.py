@@ -1,4 +1,4 @@
-"""Keys and values of the running sequences, and the attention of one engine step over them.
+"""Keys and values of the running sequences.
 
 Sequences live in slabs: rows of one capacity (64, 128, 256 … tokens), always packed without holes, so that the decode
 attention of a slab is one call on a view, without copying.  A sequence that outgrows its slab moves to the next, so
@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.attention import causal_attention
 from spmd_rl.engine.sampling import Uniforms
 from spmd_rl.types import Sampling
 
@@ -177,92 +175,3 @@ class Cache:
             for slab in self._slabs.values():
                 slab.resize(len(slab.sequences))
             assert self._fits(num_tokens), f"{self.num_tokens} + {num_tokens} tokens, budget {self._budget}"
-
-
-class _Rows:
-    """The next tokens of n neighbouring rows of a slab, one each."""
-
-    def __init__(self, slab: Slab, first: int, num: int, start: int, held: list[int], device: torch.device) -> None:
-        self.slab, self.first, self.num, self.start = slab, first, num, start
-        self.length = max(held) + 1
-        self._even = min(held) == max(held)
-        self._held = torch.tensor(held, device=device)
-        heads = slab.kv[0].shape[2]
-        row_and_head = torch.arange(first * heads, (first + num) * heads, device=device).view(num, heads).t()
-        self._index = (row_and_head * slab.capacity + self._held).flatten()  # [H_kv · n]
-        self._masks: dict[int | None, Tensor] = {}
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:  # q [1, H, n, D], k and v [1, H_kv, n, D] -> [1, n, H, D]
-        dim, kv_heads = q.shape[3], k.shape[1]
-        oldest = self.length - window if self._even and window is not None and window < self.length else 0
-        seen = []
-        for cached, new in zip(self.slab.kv[layer], (k, v), strict=True):
-            cached.view(-1, dim).index_copy_(0, self._index, new.reshape(-1, dim))
-            seen.append(cached.narrow(0, self.first, self.num).narrow(2, oldest, self.length - oldest))
-        keys, values = seen
-        grouped = q.view(kv_heads, -1, self.num, dim).permute(2, 0, 1, 3)  # the queries of a key head, as positions
-        mask = None if self._even else self._mask(window, q.dtype)
-        if q.device.type == "cpu" and q.dtype == torch.float32:  # numpy multiplies many small matrices twice as fast
-            scores = torch.from_numpy((grouped * scale).numpy() @ keys.numpy().swapaxes(2, 3))
-            if softcap is not None:
-                scores = scores.div_(softcap).tanh_().mul_(softcap)
-            weights = (scores if mask is None else scores.add_(mask)).softmax(-1)
-            out = torch.from_numpy(weights.numpy() @ values.numpy())
-        elif softcap is None:
-            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        else:
-            scores = softcap * torch.tanh(grouped @ keys.transpose(2, 3) * (scale / softcap))
-            out = (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32).to(q.dtype) @ values
-        return out.reshape(1, self.num, -1, dim)
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        if window not in self._masks:
-            column = torch.arange(self.length, device=self._held.device)
-            held = self._held[:, None]
-            hidden = column > held
-            if window is not None:
-                hidden |= column <= held - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None, None]
-        return self._masks[window]
-
-
-class StepAttention:
-    """`Attend` of one step: first the next tokens of decoding rows, slab by slab, then chunks of prefixes."""
-
-    def __init__(
-        self,
-        rows: Seq[tuple[Slab, int, int]],  # slab, first row, number of rows
-        chunks: Seq[tuple[Prefix, int, int]],  # prefix, first token, end
-        device: torch.device,
-    ) -> None:
-        self.token_ids: list[int] = []
-        self.positions: list[int] = []
-        self._rows: list[_Rows] = []
-        self._chunks: list[tuple[Prefix, int, int, int]] = []
-        for slab, first, num in rows:
-            sequences = slab.sequences[first : first + num]
-            held = [len(s.tokens) - 1 for s in sequences]
-            self._rows.append(_Rows(slab, first, num, len(self.positions), held, device))
-            self.token_ids += [s.tokens[-1] for s in sequences]
-            self.positions += held
-        for prefix, begin, end in chunks:
-            self._chunks.append((prefix, begin, end, len(self.positions)))
-            self.token_ids += prefix.tokens[begin:end]
-            self.positions += range(begin, end)
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        outs = []
-        for rows in self._rows:
-            own = (x if rows.num == x.shape[2] else x.narrow(2, rows.start, rows.num) for x in (q, k, v))
-            outs.append(rows.attend(layer, *own, scale, window, softcap))
-        for prefix, begin, end, start in self._chunks:
-            own, kept = slice(start, start + end - begin), prefix.kv[layer]
-            kept[0, :, begin:end], kept[1, :, begin:end] = k[0, :, own], v[0, :, own]
-            out = causal_attention(q[:, :, own], *kept[:, None, :, :end], scale=scale, window=window, softcap=softcap)
-            outs.append(out.transpose(1, 2))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

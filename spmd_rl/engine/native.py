@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from spmd_rl.attention import Segments
 from spmd_rl.engine.body import Body, Modules
-from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab, StepAttention
+from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab
 from spmd_rl.engine.kv_room import PREFILL_BUDGET, KvRoom
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.sampling import Uniforms, check_request, sample
+from spmd_rl.engine.step_attention import StepAttention
 from spmd_rl.engine.weights import check_update
 from spmd_rl.logprobs import token_logprobs
 from spmd_rl.model import kv_shape
