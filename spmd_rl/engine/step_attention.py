@@ -37,9 +37,7 @@ class _Rows:
         oldest = self._length - window if self._even and window is not None and window < self._length else 0
         cached = self._slab.kv[layer]  # [2, rows, H_kv, capacity, D]
         every, held, new = self._every, self._held, (k[0].transpose(0, 1), v[0].transpose(0, 1))
-        q = q.view(k.shape[1], -1, self.num, q.shape[3]).permute(
-            2, 0, 1, 3
-        )  # queries of a key head: positions
+        q = q.view(k.shape[1], -1, self.num, q.shape[3]).permute(2, 0, 1, 3)  # queries of a key head: positions
         attend = _attend
         if self._in_numpy:
             attend, mask = _attend_in_numpy, None if mask is None else mask.numpy()
