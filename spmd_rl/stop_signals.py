@@ -18,15 +18,23 @@ from spmd_rl.liveness import SignalWatch
 
 
 class StopSignals:
-    """To be made in the main thread.  `code` is 0 until a signal has come, 128 + its number from then on."""
+    """To be made in the main thread.  `code` is 0 until a signal has come, 128 + its number from then on.
+
+    `asked_s` is for how long this process has been asked to stop.
+    """
 
     def __init__(self, *, shutdown_s: float, end: Callable[[int], None], same_s: float = 3.0) -> None:
         self.code = 0
         self._shutdown_s, self._end, self._same_s = shutdown_s, end, same_s
         self._first: float | None = None  # when it came to this process
+        self._since = float("inf")  # when `code` was set
         self._lock = threading.Lock()
         self._asked: Callable[[int], None] = lambda number: None
         self._watch = SignalWatch(received=self._received)
+
+    @property
+    def asked_s(self) -> float:
+        return max(0.0, time.monotonic() - self._since)
 
     def on_first(self, asked: Callable[[int], None]) -> None:
         """Have `asked(signal number)` called, in a thread, at the first signal; at once if it has come already."""
@@ -41,7 +49,7 @@ class StopSignals:
         with self._lock:
             if self.code:
                 return False
-            self.code, asked = 128 + number, self._asked
+            self.code, self._since, asked = 128 + number, time.monotonic(), self._asked
         timer = threading.Timer(self._shutdown_s, self._too_late)
         timer.daemon = True
         timer.start()

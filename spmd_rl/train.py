@@ -84,16 +84,20 @@ def train(config: Config, name: str) -> None:
         note(world, "ended", 2)
         end_process(2)
     note(world, "started")
+    signals = StopSignals(
+        shutdown_s=config.run.shutdown_s + GRACE_S, end=lambda code: _stop_by_force(world, signals.code, code)
+    )
     live = Liveness(
         store=world.store,
         rank=world.rank,
         roles=[world.topology.role(rank) for rank in range(world.world_size)],
-        on_failure=lambda failure: _fail(failure, world, RunDir(start.run_dir), live),
+        on_failure=lambda failure: _fail(
+            failure, world, RunDir(start.run_dir), live, signals.code if signals.asked_s >= config.run.shutdown_s else 0
+        ),
         stall_timeout_s=config.run.stall_timeout_s,
         stacks_folder=start.run_dir,
     )
     live.start()
-    signals = StopSignals(shutdown_s=config.run.shutdown_s + GRACE_S, end=end_process)
     try:
         if code := _play(world, config, start, live, signals):
             note(world, "ended", code)
@@ -201,8 +205,19 @@ def _give_up(error: BaseException, live: Liveness) -> NoReturn:
     threading.Event().wait()  # for the liveness thread, which ends the process
 
 
-def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness) -> None:
-    """On every rank, in its liveness thread: whoever found the failure names it, and everybody goes."""
+def _stop_by_force(world: World, asked: int, code: int) -> NoReturn:
+    """A stop that was asked for is for good, also where it had to be forced; nor can the job's store hold it."""
+    noting = threading.Thread(target=note, args=(world, "ended", asked), daemon=True)
+    noting.start()
+    noting.join(1.0)
+    end_process(code)
+
+
+def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness, missed: int) -> None:
+    """On every rank, in its liveness thread: whoever found the failure names it, and everybody goes.
+
+    `missed` is the code of a stop that had its time, 0 where there was none: what fails then is not started again.
+    """
     found = failure.found_by == world.rank
     if found:
         print(f"run failed: {failure}", file=sys.stderr, flush=True)
@@ -217,4 +232,6 @@ def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness) -> No
     if failure.cut_off:  # the torchrun of this node waits for the same host, deaf to signals, until TCP gives up
         sys.stderr.flush()
         end_torchrun()
+    elif missed:
+        _stop_by_force(world, missed, 1)
     end_process(1)

@@ -152,7 +152,8 @@ def join(
     start_timeout = timedelta(seconds=start_timeout_s)
     raw_store, rank, world_size = next(rendezvous("env://", timeout=start_timeout))
     generation = _meet(raw_store, rank, world_size)
-    store, job = dist.PrefixStore(f"spmd_rl/{generation}", raw_store), dist.PrefixStore("spmd_rl/job", raw_store)
+    store = dist.PrefixStore(f"spmd_rl/{generation}", raw_store)
+    job = dist.PrefixStore("spmd_rl/job", raw_store.clone())  # not held up by a wait in `store`
     if job.check(["ended"]):
         print(f"rank {rank}: this job was refused or stopped, and is not started again", file=sys.stderr)
         end_process(int(job.get("ended")))

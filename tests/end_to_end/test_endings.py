@@ -87,7 +87,11 @@ def test_what_hangs_is_saved_as_unfinished_and_runs_again(tmp_path, on_update, e
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["reward", "engine", "collective", "disk"])
 def test_nothing_that_hangs_holds_a_stop_longer_than_its_window(tmp_path, what):
-    """A reward that blocks the event loop, an engine's step, a trainer that the others wait for, a file."""
+    """A reward that blocks the event loop, an engine's step, a trainer that the others wait for, a file.
+
+    Told to a rank, torchrun knows of no stop and starts all again: they do not go on.
+    """
+    rank = {"reward": 0, "engine": 1}.get(what)
     window = ["run.shutdown_s=6", "run.steps=1000", "eval.every=-1", "topology.trainer=2", "checkpoint.every=10"]
     hangs = {
         "reward": failing("block", each=300),
@@ -95,18 +99,23 @@ def test_nothing_that_hangs_holds_a_stop_longer_than_its_window(tmp_path, what):
         "collective": ["loss:2:hang"],
         "disk": [],
     }
-    with LiveJob(tmp_path, *window, *hangs[what], ranks=3, module="tests.end_to_end.misbehaving") as job:
+    with LiveJob(
+        tmp_path, *window, *hangs[what], ranks=3, max_restarts=1, module="tests.end_to_end.misbehaving"
+    ) as job:
         if what == "disk":
             job.wait_for(r"step +1/")
             folder = checkpoint.aside(tmp_path / "checkpoints", 10) / "trainer"
             folder.mkdir(parents=True)
             os.mkfifo(folder / "__0_0.distcp")  # opening it to write waits for a reader
         job.wait_for("step +12/" if what == "disk" else "hanging")
-        job.send(signal.SIGTERM)
+        job.send(signal.SIGTERM, rank=rank)
         start = time.monotonic()
+        if rank is not None:
+            job.wait_for("this job was refused or stopped, and is not started again")
+            assert "start number 2" not in job.output, job.output
         assert job.wait() == 1, job.output
         print(f"{what}: gone {time.monotonic() - start:.1f} s after the signal")
-        assert time.monotonic() - start < 6.0 + 5.0 + 10.0
+        assert time.monotonic() - start < 6.0 + 5.0 + (10.0 if rank is None else 20.0)
         said = "ending at once: 11 s after" if what == "reward" else "run.shutdown_s = 6 s were not enough"
         assert said in job.output, job.output
     assert not job.left
