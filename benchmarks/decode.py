@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--quick] [--vllm-python PATH] [--shapes 10m smollm2] [--repeats 3]
 
-Random weights, fp32, prompts of 16 tokens, sampling at temperature 1.  `rows`: decode steps at fixed batches; prompts
-are not counted.  `mix`: requests of lognormal lengths, all there at the start, on 32 slots; `generate` computes them 32
-at a time, padded to the longest, and only tokens that were asked for count.  The ways take turns, repeat by repeat, and
-each reports its median.  The limit of a step is the longer of reading all weights once (at the rate of this machine's
-matrix-vector product) and multiplying them (at the rate of its matrix-matrix product), measured in the same turns, the
-best counts; weights that fit the processor's caches may beat it.  vLLM runs in a process of the Python given.
+Random weights, fp32, prompts of 16 tokens, sampling at temperature 1.  `rows`: decode steps at fixed batches, native
+with 1 or 32 slots; prompts are not counted.  `mix`: requests of lognormal lengths, all there at the start, on 32 slots;
+`generate` computes them 32 at a time, padded to the longest, and only tokens that were asked for count.  The ways take
+turns, repeat by repeat, and each reports its median.  The limit of a step is the longer of reading all weights once (at
+the rate of this machine's matrix-vector product) and multiplying them (at the rate of its matrix-matrix product),
+measured in the same turns, the best counts; weights that fit the processor's caches may beat it.  vLLM runs in a
+process of the Python given.
 """
 
 from __future__ import annotations
@@ -82,8 +83,12 @@ class Contest:
         self._plain = AutoModelForCausalLM.from_config(config).eval()
         self.num_parameters = sum(p.numel() for p in self._plain.parameters())
         model = build(folder, device="cpu", dtype=torch.float32, weights=False)
-        self._engine = NativeEngine(model=model, device=torch.device("cpu"), max_slots=SLOTS, max_seq_len=512)
-        self._engine.load_weights(dict(self._plain.named_parameters()), 0)
+        self._engines = {
+            slots: NativeEngine(model=model, device=torch.device("cpu"), max_slots=slots, max_seq_len=512)
+            for slots in (1, SLOTS)
+        }
+        for engine in self._engines.values():
+            engine.load_weights(dict(self._plain.named_parameters()), 0)
         self.steps: dict[str, Callable[[int], float]] = {}  # seconds of a decode step at a batch
         self.steps |= {"native": self._native_step_s, "generate": self._generate_step_s}
         if vllm_python:
@@ -106,7 +111,7 @@ class Contest:
         return np.random.default_rng(0).integers(0, self.vocab, (num, PROMPT)).astype(np.int32)
 
     def _native_step_s(self, batch: int) -> float:
-        engine = self._engine
+        engine = self._engines[1 if batch == 1 else SLOTS]
         for i, prompt in enumerate(self._prompts(batch)):
             engine.submit(i, prompt, Sampling(max_tokens=self.num_steps + 1, seed=i))
         before = engine.num_generated_tokens
@@ -121,11 +126,11 @@ class Contest:
         return elapsed / self.num_steps
 
     def _native_mix_s(self, lengths: np.ndarray) -> float:
-        start = time.perf_counter()
+        engine, start = self._engines[SLOTS], time.perf_counter()
         for i, (prompt, length) in enumerate(zip(self._prompts(len(lengths)), lengths, strict=True)):
-            self._engine.submit(i, prompt, Sampling(max_tokens=int(length), seed=i))
-        while self._engine.num_running or self._engine.num_waiting:
-            self._engine.step()
+            engine.submit(i, prompt, Sampling(max_tokens=int(length), seed=i))
+        while engine.num_running or engine.num_waiting:
+            engine.step()
         return time.perf_counter() - start
 
     def _generate(self, prompts: np.ndarray, num_tokens: int) -> None:

@@ -220,7 +220,7 @@ def pause(repeats: int = 5) -> dict[str, float]:
             engine.step()
         works = {
             "step": engine.step,
-            "prepare": lambda v=version: engine.prepare(weights[v % 2]),
+            "prepare": lambda v=version: engine.prepare(weights[v % 2], v),
             "swap": lambda v=version: engine.load_weights(weights[v % 2], v),
             "step_after": engine.step,
         }

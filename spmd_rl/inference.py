@@ -111,7 +111,7 @@ class InferenceRank:
         The swap is acknowledged, and the probe scored under the new weights.
         """
         if not self._in_place:
-            self._engine.engine.prepare(fetch().tensors)
+            self._engine.engine.prepare(fetch().tensors, version)
         if self._waits_for_word and self._engine.version >= 0:
             self._may_swap.acquire()  # unblocked by rank 0's word, once nothing runs that is of the version before
 

@@ -49,8 +49,9 @@ class _Weights:
 class LlamaBody:
     """A `Body`."""
 
-    def __init__(self, model: nn.Module, max_seq_len: int, device: torch.device) -> None:
-        config = model.config
+    def __init__(self, model: nn.Module, max_seq_len: int, device: torch.device, *, one_row: bool) -> None:
+        """`one_row`: most forwards are of one token."""
+        config, self._one_row = model.config, one_row
         self._eps = config.rms_norm_eps
         self._root_eps = torch.tensor(self._eps**0.5, device=device)
         self._heads = config.num_attention_heads
@@ -73,10 +74,10 @@ class LlamaBody:
     def prepare(self, tensors: Mapping[str, Tensor]) -> _Weights:
         head_weight = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
         return _Weights(
-            layers=[_layer(tensors, f"model.layers.{i}.") for i in range(len(self._windows))],
+            layers=[_layer(tensors, f"model.layers.{i}.", self._one_row) for i in range(len(self._windows))],
             embedding=tensors["model.embed_tokens.weight"],
             norm=tensors["model.norm.weight"],
-            head=Matrix([head_weight]),
+            head=Matrix([head_weight], one_row=self._one_row),
             head_weight=head_weight,
         )
 
@@ -119,10 +120,10 @@ class LlamaBody:
         return torch.div(x, norm.mul_(x.shape[-1] ** -0.5).hypot_(self._root_eps)).mul_(weight)
 
 
-def _layer(tensors: Mapping[str, Tensor], prefix: str) -> _Layer:
+def _layer(tensors: Mapping[str, Tensor], prefix: str, one_row: bool) -> _Layer:
     matrices, vectors = {}, {}
     for name, parts in MATRICES.items():
-        matrices[name] = Matrix([tensors[f"{prefix}{part}.weight"] for part in parts])
+        matrices[name] = Matrix([tensors[f"{prefix}{part}.weight"] for part in parts], one_row=one_row)
         biases = [tensors[bias] for part in parts if (bias := f"{prefix}{part}.bias") in tensors]
         if biases:
             vectors[name] = torch.cat(biases)

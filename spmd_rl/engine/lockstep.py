@@ -63,8 +63,8 @@ class Leader:
         self._digest = _digest(self._digest, ended)
         return ended
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        self._engine.prepare(tensors)
+    def prepare(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self._engine.prepare(tensors, version)
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._tell("load", version)

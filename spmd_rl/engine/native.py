@@ -67,7 +67,8 @@ class NativeEngine:
         self._recompute = kv_on_update == "recompute"
         self._deterministic = deterministic
         short = functional and LlamaBody.fits(model)
-        self._body: Body = LlamaBody(model, max_seq_len, device) if short else Modules(model)
+        one_row = deterministic or max_slots == 1
+        self._body: Body = LlamaBody(model, max_seq_len, device, one_row=one_row) if short else Modules(model)
         self._room = KvRoom.of(
             config,
             dtype=model.dtype,
@@ -83,7 +84,7 @@ class NativeEngine:
         self._jobs: deque[Prefix] = deque()  # not yet complete, in order of service
         self._ready: list[Prefix] = []  # complete in this step, or cached: what waits for them starts in this step
         self._cancelled: list[int] = []
-        self._prepared: tuple[Mapping[str, Tensor], object] | None = None
+        self._prepared: tuple[int, Mapping[str, Tensor], object] | None = None
 
     @property
     def num_running(self) -> int:
@@ -134,18 +135,18 @@ class NativeEngine:
             self._trim_prefixes()
         return ended
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], version: int) -> None:
         check_update(tensors, self._specs, self._device)
-        self._prepared = (tensors, self._body.prepare(tensors))
+        self._prepared = (version, tensors, self._body.prepare(tensors))
         if self._device.type == "cuda":  # steps are computed on another thread's stream
             torch.cuda.current_stream(self._device).synchronize()
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared[0] is not tensors:
+        if prepared is None or prepared[0] != version or prepared[1] is not tensors:
             check_update(tensors, self._specs, self._device)
-            prepared = (tensors, self._body.prepare(tensors))
-        self._body.load(prepared[1])
+            prepared = (version, tensors, self._body.prepare(tensors))
+        self._body.load(prepared[2])
         self.version = version
         self._prefixes.clear()
         self._jobs.clear()

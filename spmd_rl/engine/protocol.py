@@ -37,7 +37,7 @@ class Engine(Protocol):
     def step(self) -> list[tuple[int, Completion]]:
         """One engine step; the requests that ended in it."""
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """In any thread, beside a step: what can be done ahead of `load_weights`, which is then called with these."""
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:

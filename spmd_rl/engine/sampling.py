@@ -64,7 +64,10 @@ def sample(
     samplings: Sequence[Sampling],  # [n]
     uniforms: Sequence[float],  # [n], unused for greedy rows
 ) -> tuple[Tensor, Tensor]:
-    """[n] int64 tokens, [n] float32 log-probs: temperature-scaled, before top-p and top-k (greedy: temperature 1)."""
+    """[n] int64 tokens, [n] float32 log-probs: temperature-scaled, before top-p and top-k (greedy: temperature 1).
+
+    RuntimeError for logits that are not finite.
+    """
     z = logits.float()
     temperatures = [s.temperature or 1.0 for s in samplings]
     if any(t != 1.0 for t in temperatures):
@@ -72,6 +75,8 @@ def sample(
     top = z.amax(-1, keepdim=True)
     weights = (z - top).exp_()
     lse = weights.sum(-1).log_().add_(top[:, 0])
+    if not bool(lse.isfinite().all()):
+        raise RuntimeError("logits are not finite: weights or activations have overflowed")
     greedy = [s.temperature == 0 for s in samplings]
     cut = [i for i, s in enumerate(samplings) if not greedy[i] and (s.top_p < 1 or s.top_k > 0)]
     if all(greedy):

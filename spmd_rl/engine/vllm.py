@@ -170,10 +170,11 @@ class VllmEngine:
         ended, self._ended = self._ended, []
         return ended
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """vLLM has one copy of its weights."""
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self._on_device()
         check_update(tensors, self._specs, self._device)  # vLLM never recovers from a tensor of another shape
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
         if self._tied and self._device.type == "cpu":
@@ -258,8 +259,7 @@ class VllmEngine:
 
     def _advance(self) -> list | None:
         """One step of vLLM, sorted into requests; the prompt's log-probs once `score`'s request has ended."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # in whatever thread this is
+        self._on_device()
         scored = None
         for output in self._engine.step():
             if output.request_id == "score":
@@ -267,6 +267,11 @@ class VllmEngine:
             elif request := self._running.get(int(output.request_id)):
                 self._take(int(output.request_id), request, output)
         return scored
+
+    def _on_device(self) -> None:
+        """In whatever thread this is."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def _take(self, request_id: int, request: _Request, output: RequestOutput) -> None:
         (new,) = output.outputs

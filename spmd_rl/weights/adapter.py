@@ -8,7 +8,7 @@ Two streams of versions over the same groups, one after the other, each with the
 An engine's rank merges in the thread that receives, into weights that the engine does not use: the rows of one sender
 at a time, in float32, by the operation of the trainer, rounded once, to the engine's type.  So it holds the bits that
 would have been sent merged; the checksums prove it for each version, before it is delivered.  The price is memory, for
-an engine's rank keeps the frozen model beside its two sets of weights.  Same interface as sender and receiver.
+a receiver keeps the frozen model beside its two sets of weights.  Same interface as sender and receiver.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ class WeightReceiver:
         self._free = threading.Semaphore(0 if in_place else num_buffers)
         self._released: int | None = None
         self._version: int | None = None
+        self._arrived: Future[Received] = Future()  # of the version that comes
         self._thread = threading.Thread(target=self._run, name="weight receiver", daemon=True)
 
     def start(self) -> None:
@@ -128,6 +129,8 @@ class WeightReceiver:
                 self._ended()
         except Exception as error:
             self._failed(error)
+            if not self._arrived.done():  # frees an engine that waits for it
+                self._arrived.set_exception(error)
 
     def _stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
         if self._device.type != "cuda":
@@ -143,7 +146,7 @@ class WeightReceiver:
             for sender in others:
                 self._header(sender, END)
             return False
-        arrived: Future[Received] = Future()
+        self._arrived = arrived = Future()
         if self._in_place:
             self._deliver(version, partial(self._fetch_in_place, arrived))
         self._free.acquire()  # unblocked by `release`, in place by the fetch

@@ -51,12 +51,18 @@ CONFIGS: dict[str, PretrainedConfig] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
 }
+WIDE = {  # engines lay its matrices out for the processor
+    "wide": LlamaConfig(
+        **(SHAPE | dict(hidden_size=512, intermediate_size=768, num_hidden_layers=2, initializer_range=0.04)),
+        tie_word_embeddings=True,
+    )
+}
 
 
 def save(name: str, folder: Path, seed: int = 0) -> Path:
     """A random model of a family in `folder`, biases and norms random too."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    model = AutoModelForCausalLM.from_config((CONFIGS | WIDE)[name])
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

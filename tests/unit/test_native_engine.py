@@ -13,7 +13,7 @@ from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.sampling import Uniforms, sample
 from spmd_rl.model import build
 from spmd_rl.types import Completion, Sampling
-from tests.unit.families import CONFIGS, VOCAB, load, save
+from tests.unit.families import CONFIGS, VOCAB, WIDE, load, save
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -54,7 +54,7 @@ def _expected(plain: torch.nn.Module, prompt: np.ndarray, tokens: np.ndarray, te
 
 
 @pytest.mark.parametrize("functional", [True, False])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", CONFIGS | WIDE)
 def test_log_probs_equal_a_plain_forward(family: str, functional: bool, tmp_path: Path) -> None:
     plain = load(save(family, tmp_path))
     engine = _engine(tmp_path, functional=functional, max_slots=4, prefill_budget=16)
@@ -72,7 +72,7 @@ def test_log_probs_equal_a_plain_forward(family: str, functional: bool, tmp_path
     assert engine.num_prefill_tokens == 1 + 11 + 40 + 70 + 2  # the shared prompt once
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", CONFIGS | WIDE)
 def test_greedy_equals_generate(family: str, tmp_path: Path) -> None:
     plain = load(save(family, tmp_path))
     engine = _engine(tmp_path)
@@ -103,6 +103,15 @@ def test_bfloat16_runs_and_scores_its_own_samples(functional: bool, tmp_path: Pa
     for i, prompt in enumerate(prompts):
         scores = engine.score(np.concatenate([prompt, done[i].token_ids]))[len(prompt) :]
         assert np.abs(scores - done[i].logprobs).mean() < 0.05
+
+
+def test_weights_that_are_no_numbers_are_named_and_nothing_is_sampled(tmp_path: Path) -> None:
+    weights = _weights(save("smollm2", tmp_path))
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
+    engine = _engine(tmp_path, weights)
+    engine.submit(0, _prompt(5), Sampling(max_tokens=3))
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        engine.step()
 
 
 def test_score_equals_a_plain_forward(tmp_path: Path) -> None:
@@ -138,8 +147,9 @@ def test_neighbours_do_not_change_tokens(tmp_path: Path) -> None:
     np.testing.assert_allclose(got[0].logprobs, expected.logprobs, atol=1e-5)
 
 
-def test_deterministic_log_probs_are_bit_equal_whatever_else_runs(tmp_path: Path) -> None:
-    save("qwen2", tmp_path)
+@pytest.mark.parametrize("family", ["qwen2", "wide"])
+def test_deterministic_log_probs_are_bit_equal_whatever_else_runs(family: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
     prompt, sampling = _prompt(50), Sampling(max_tokens=90, seed=3)
 
     def run(neighbours: int, wait: int) -> Completion:
@@ -185,18 +195,19 @@ def test_a_swap_in_mid_sequence_recomputes_what_was_held(deterministic: bool, tm
         assert np.abs(got.logprobs[n:] - before[n:]).max() > 0.5
 
 
-def test_weights_prepared_beside_steps_change_nothing_until_they_are_loaded(tmp_path: Path) -> None:
-    models = [load(save("smollm2", tmp_path / str(seed), seed=seed)) for seed in range(3)]
+@pytest.mark.parametrize("family", ["smollm2", "wide", "gemma3"])
+def test_weights_prepared_beside_steps_change_nothing_until_they_are_loaded(family: str, tmp_path: Path) -> None:
+    models = [load(save(family, tmp_path / str(seed), seed=seed)) for seed in range(3)]
     versions = [dict(model.named_parameters()) for model in models]
     engine, prompt = _engine(tmp_path / "0", versions[0]), _prompt(20)
     engine.submit(0, prompt, Sampling(max_tokens=30))
 
     def between(step: int) -> None:
         if step == 5:
-            engine.prepare(versions[1])
+            engine.prepare(versions[1], 1)
         if step == 10:
             engine.load_weights(versions[1], 1)
-            engine.prepare(versions[0])
+            engine.prepare(versions[0], 2)
         if step == 20:
             engine.load_weights(versions[2], 2)  # others than those prepared
 
@@ -205,7 +216,7 @@ def test_weights_prepared_beside_steps_change_nothing_until_they_are_loaded(tmp_
     expected = np.stack([_expected(model, prompt, done.token_ids) for model in models])
     np.testing.assert_allclose(done.logprobs, expected[done.versions, np.arange(30)], atol=1e-5)
     with pytest.raises(ValueError, match=r"model.norm.weight: \(31,\)"):
-        engine.prepare({**versions[0], "model.norm.weight": torch.ones(31)})
+        engine.prepare({**versions[0], "model.norm.weight": torch.ones(31)}, 3)
 
 
 def test_swaps_at_every_step_still_stamp_and_compute_each_token_by_its_version(tmp_path: Path) -> None:

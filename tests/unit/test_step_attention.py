@@ -26,7 +26,7 @@ def _slab(held: list[int], dtype: torch.dtype) -> Slab:
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, 5, 20])
 @pytest.mark.parametrize("held", [[7, 7, 7], [3, 20, 9]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_row_attends_to_its_own_tokens(
