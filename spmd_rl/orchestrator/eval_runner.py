@@ -35,7 +35,10 @@ class EvalRunner:
         self.in_flight = 0
 
     async def run(self, eval_id: str, *, concurrent: int) -> tuple[EvalReport, list[Rollout]]:
-        """The report, and the rollouts in order of task and sample.  Waits for `ended` of the last one."""
+        """The report, and the rollouts in order of task and sample.  Waits for `ended` of the last one.
+
+        Cancelled, it submits nothing more; what is in flight still ends.
+        """
         works = []
         for env, tasks in self._tasks.items():
             for task in tasks:
@@ -46,7 +49,10 @@ class EvalRunner:
         self._report = asyncio.get_running_loop().create_future()
         self._concurrent = concurrent
         self._feed()
-        report = await self._report
+        try:
+            report = await self._report
+        finally:
+            self._waiting.clear()
         return report, sorted(self._rollouts, key=lambda rollout: rollout.ticket)
 
     def ended(self, rollout: Rollout) -> None:
@@ -56,7 +62,7 @@ class EvalRunner:
         self._rollouts.append(rollout)
         report = self._sink.add(rollout)
         self._feed()
-        if report is not None:
+        if report is not None and not self._report.done():
             self._report.set_result(report)
 
     def _feed(self) -> None:
