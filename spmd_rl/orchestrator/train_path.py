@@ -123,6 +123,8 @@ class TrainPath:
         """At any moment between two events; what has finished is judged first."""
         while (group := self._dispatcher.fetch_nowait()) is not None:
             self._settle(group)
+        if self._sink.may_form:  # `collect` will not see these
+            self._wake()
         state = self._dispatcher.state()
         groups, recorded = self._sink.snapshot()
         ledger = Ledger()

@@ -234,3 +234,20 @@ def test_siblings_of_a_failed_member_stay_counted_until_they_end():
         assert (run.dispatcher.in_flight, run.gate.running, run.gate.accepted) == (0, 0, 4)
 
     run_virtual(main())
+
+
+def test_a_snapshot_that_sees_the_last_missing_group_first_leaves_its_batch_to_be_formed():
+    async def main():
+        run = Run()
+        run.inference.seconds = lambda ticket: 2.0 if ticket < B else 1000.0
+        parts = (run.dispatcher.run(), run.path.collect())
+        running = [asyncio.create_task(part) for part in parts]
+        forming = asyncio.create_task(run.path.form(0))
+        await asyncio.sleep(1.5)
+        asyncio.get_running_loop().call_later(0.5, run.path.snapshot)  # in the turn in which both groups end
+        await asyncio.sleep(1.0)
+        assert forming.done() and [r.ticket for r in forming.result().rollouts] == list(range(B))
+        for task in running:
+            task.cancel()
+
+    run_virtual(main())
