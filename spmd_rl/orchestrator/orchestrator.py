@@ -48,6 +48,7 @@ from spmd_rl.task_stream import TaskStream
 from spmd_rl.types import GroupWork, Rollout, Task
 
 PROBE_TOKENS = 256  # scored, at least
+RECORDER = -1  # beside the trainers' ranks: a checkpoint is complete once its step is in the metrics
 CANCELLED = "cancelled"  # the error of a rollout that was given up on purpose
 
 
@@ -193,7 +194,7 @@ class Orchestrator:
         self._steps: RollCall[dict[str, float]] = RollCall("step to version", links.trainers)
         self._sends: RollCall[Sent] = RollCall("weights sent", links.senders)
         self._loads: RollCall[Loaded] = RollCall("weights", links.holders)
-        self._saves: RollCall[None] = RollCall("checkpoint", links.trainers)
+        self._saves: RollCall[None] = RollCall("checkpoint", (RECORDER, *links.trainers))
         self._final_saves: RollCall[None] = RollCall("final checkpoint", links.trainers)
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
         self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
@@ -209,7 +210,7 @@ class Orchestrator:
         self._num_stats = 0
         self._probe: list[np.ndarray] = []
         self._save_at: set[int] = set()  # versions to come at which the trainers save
-        self._evaluations: list[asyncio.Task[None]] = []  # that run beside training: one at most
+        self._evaluations: list[asyncio.Task[None]] = []  # one that runs beside training, one that waits for it
         self._checkpoints: list[asyncio.Task[None]] = []  # that are being written
         self._recording: asyncio.Task[None] | None = None
         self._finishing: asyncio.Task[None] | None = None  # the last checkpoint and the export
@@ -328,9 +329,9 @@ class Orchestrator:
     async def _train(self) -> None:
         evaluates = self._config.eval.every >= 0
         if evaluates and self._first_version == 0:
-            await self._evaluate_beside(self._config.staleness.max_concurrent)
+            await self._evaluate_alone()
         elif self._evaluation_was_cut():
-            self._evaluate_beside(self._config.eval_concurrent)
+            self._evaluate_beside()
         await self._count_engines()
         self._report.training_begins()
         self._recording = self._later(self._record_steps())
@@ -345,7 +346,7 @@ class Orchestrator:
         self._finishing = self._later(self._finish_training(export=True))
         await asyncio.wait({self._finishing})
         if evaluates:
-            await self._evaluate_beside(self._config.staleness.max_concurrent)
+            await self._evaluate_alone()
         self.path.leave_over()
         self.metrics.tick()
         self.ledger.generate(await self._count_engines() - self.evals.sampled_tokens)
@@ -400,7 +401,7 @@ class Orchestrator:
         self._last_version = index
 
     async def _record_steps(self) -> None:
-        """After each version its metrics and evaluation.  Waits for: a shipped batch, the policy, counters."""
+        """Each version's metrics, then its evaluation beside.  Waits for: a shipped batch, the policy, counters."""
         eval_every = self._config.eval.every
         while (version := await self._shipped.get()) is not None:
             await self.policy.reached(version)
@@ -409,9 +410,7 @@ class Orchestrator:
             if self._probe and version % self._config.run.probe_every == 0:
                 self._later(self._compare_probe(version))
             if eval_every > 0 and version % eval_every == 0 and version < self._last_version:
-                await self._evaluations_ended()
-                if not self._stop.is_set():
-                    self._evaluate_beside(self._config.eval_concurrent)
+                self._evaluate_beside()
         await self._evaluations_ended()
 
     def _version_changed(self) -> None:
@@ -419,7 +418,6 @@ class Orchestrator:
         version = self.policy.version
         self._admitted_until[version] = self.ledger.admitted
         if version in self._save_at:
-            self._save_at.discard(version)
             words, rollouts = self._snapshot()
             self._checkpoints = [task for task in self._checkpoints if not task.done()]
             self._checkpoints.append(self._later(self._checkpoint(version, words, rollouts)))
@@ -447,6 +445,9 @@ class Orchestrator:
                 waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"], used=values["admission/used"]
             )
         self._recorder.write("step", version, values)
+        if version in self._save_at:
+            self._save_at.discard(version)
+            self._saves.answer(version, RECORDER, None)
         self._report.step(version, values)
 
     # ---- engines
@@ -566,9 +567,23 @@ class Orchestrator:
         content = {"version": version, **values, "rollouts": eval_texts(rollouts, self._decode)}
         write_whole(self._run_dir.evals / f"eval_{version}.json", json.dumps(content, indent=1))
 
-    def _evaluate_beside(self, concurrent: int) -> asyncio.Task[None]:
-        self._evaluations = [self._later(self._evaluate(concurrent))]
-        return self._evaluations[0]
+    async def _evaluate_alone(self) -> None:
+        """While nothing is trained.  Waits for it; being cancelled does not cut it."""
+        self._evaluations = [self._later(self._evaluate(self._config.staleness.max_concurrent))]
+        await self._evaluations_ended()
+
+    def _evaluate_beside(self) -> None:
+        """Once the one that runs has ended; of those that become due until then, one."""
+        running = [task for task in self._evaluations if not task.done()]
+        if len(running) < 2:
+            self._evaluations = [*running, self._later(self._evaluate_after(running))]
+
+    async def _evaluate_after(self, running: Sequence[asyncio.Task[None]]) -> None:
+        """Unless the run stops meanwhile, or comes to the version that is evaluated at its end."""
+        if running:
+            await asyncio.wait(running)
+        if not self._stop.is_set() and self.policy.version < self._last_version:
+            await self._evaluate(self._config.eval_concurrent)
 
     async def _evaluations_ended(self) -> None:
         if self._evaluations:
@@ -595,7 +610,7 @@ class Orchestrator:
         return words, rollouts
 
     async def _checkpoint(self, version: int, words: dict[str, object], rollouts: list[Rollout]) -> None:
-        """Waits for the trainers' half, then adds this one."""
+        """Waits for the trainers' half and for the step to be recorded, then adds this one."""
         await self._saves.all(version)
         await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts)
 

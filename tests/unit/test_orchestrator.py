@@ -1,0 +1,168 @@
+"""The orchestrator whole, with ranks that answer at once, and evaluations that end when a test says so."""
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
+
+from spmd_rl import config as config_module
+from spmd_rl.orchestrator.difficulty import Difficulty
+from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator, Sent
+from spmd_rl.orchestrator.report import Report
+from spmd_rl.run_dir import RunDir
+from spmd_rl.task_stream import TaskStream
+from tests import fakes
+
+ENGINE, TRAINER = 0, 1
+STEP = {"wait_s": 0.0, "step_s": 1.0, "hold_s": 0.0, "grad_norm": 1.0, "learning_rate": 1.0}
+STEP |= {"tokens": 8, "tokens_per_s": 8.0}
+COUNTERS = ("busy_s", "running", "waiting", "kv_used", "version", "swaps", "pause_s")
+
+
+class Ranks:
+    """One engine and one trainer: what either is asked for is answered in the next turn of the loop."""
+
+    def __init__(self, folder, *, steps=6, version=0, **sections):
+        self.lines: list[tuple[str, int]] = []  # of metrics: kind and version
+        self.saved: list[tuple[int, list]] = []  # checkpoints: version, and the lines at that moment
+        self.evaluating: list = []  # works of evaluations in flight
+        self.hold_evals = False
+        self.exported: bool | None = None
+        self._tokens, self._changed = 0, asyncio.Event()
+        self.version = version
+        tree = {"run": {"steps": steps, "metrics_interval_s": 1000.0, "shutdown_s": 60.0}, "model": {"path": "x"}}
+        tree |= {"env": {"fake": {"path": "a:b"}}, "rollout": {"batch_size": 4, "group_size": 2}}
+        tree |= {"eval": {"every": 2, "num_tasks": 3}, **sections}
+        config = config_module.from_tree(tree)
+        self.run_dir = RunDir(folder)
+        self.run_dir.create()
+        self.orchestrator = Orchestrator(
+            config=config,
+            run_dir=self.run_dir,
+            tasks=TaskStream({"fake": fakes.tasks}, weights={"fake": 1.0}, seed=0),
+            difficulty=Difficulty(least=0.0, most=1.0, revisit=0.0, solved_at=1.0, seed=0),
+            eval_tasks={"fake": list(fakes.tasks(3))},
+            links=Links(
+                engines=(ENGINE,),
+                holders=(ENGINE,),
+                trainers=(TRAINER,),
+                senders=(TRAINER,),
+                layout="",
+                work=self._work,
+                cancel=lambda rank, work: None,
+                swap=lambda version: None,
+                written=lambda version: asyncio.sleep(0),
+                stats=lambda number: self._soon(self._count, number),
+                pin=lambda number, upto: self._soon(self.orchestrator.pin.answered, number, ENGINE, self.version, 0.0),
+                batch=lambda index, packed, save: self._soon(self._train, index + 1, save),
+                probe=lambda sequences: None,
+                finish_training=self._finish,
+            ),
+            recorder=self,
+            report=Report(
+                steps=steps,
+                max_staleness=2,
+                bound=config.age_bound,
+                decode=lambda token_ids: "",
+                say=lambda line: self._changed.set(),
+            ),
+            decode=lambda token_ids: "",
+            complete_checkpoint=lambda version, words, rollouts: self.saved.append((version, list(self.lines))),
+            version=version,
+        )
+
+    @asynccontextmanager
+    async def running(self):
+        """The run as a task, which is to be awaited in the block."""
+        self._publish()
+        task = asyncio.create_task(self.orchestrator.run())
+        task.add_done_callback(lambda _: self._changed.set())
+        try:
+            async with asyncio.timeout(60.0):
+                yield task
+        finally:
+            task.cancel()
+
+    async def until(self, true) -> None:
+        """Wait for something to be so after a line of output, a saved checkpoint or an evaluation's work."""
+        while not true():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def end_evaluations(self) -> None:
+        works, self.evaluating = self.evaluating, []
+        for work in works:
+            self._end(work)
+
+    def count(self, kind: str) -> Counter:
+        """How often each version has a line of this kind."""
+        return Counter(version for of, version in self.lines if of == kind)
+
+    def write(self, kind, version, values) -> None:
+        self.lines.append((kind, version))
+        self._changed.set()
+
+    def _soon(self, call, *args) -> None:
+        asyncio.get_running_loop().call_soon(call, *args)
+
+    def _work(self, rank, work) -> None:
+        if work.purpose == "eval" and self.hold_evals:
+            self.evaluating.append(work)
+            self._changed.set()
+        else:
+            self._soon(self._end, work)
+
+    def _end(self, work) -> None:
+        for sample in range(work.size):
+            rollout = fakes.rollout(work, sample, versions=[self.version], reward=float(sample))
+            self._tokens += 1
+            self.orchestrator.rollout_ended(rollout)
+
+    def _count(self, number) -> None:
+        self.orchestrator.counted(ENGINE, number, {**dict.fromkeys(COUNTERS, 0), "tokens": self._tokens})
+
+    def _train(self, version, save) -> None:
+        self.orchestrator.stepped(TRAINER, version, {f"trainer/{name}": value for name, value in STEP.items()})
+        self.version = version
+        self._publish()
+        if save:
+            self.orchestrator.saved(TRAINER, version, final=False)
+
+    def _publish(self) -> None:
+        self.orchestrator.sent(TRAINER, self.version, Sent(checksums=(1,), sent_bytes=1, send_s=0.0, update_norm=1.0))
+        self.orchestrator.loaded(ENGINE, self.version, Loaded(checksums=(1,), receive_s=0.0, pause_s=0.0))
+
+    def _finish(self, export) -> None:
+        self.exported = export
+        self._soon(lambda: self.orchestrator.saved(TRAINER, self.version, final=True))
+
+
+def test_every_step_and_every_evaluation_is_recorded_once(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path)
+        async with ranks.running() as task:
+            assert await task == "done"
+        assert ranks.count("step") == {version: 1 for version in range(1, 7)}
+        assert ranks.count("eval")[0] == ranks.count("eval")[6] == 1
+        assert ranks.exported and [version for version, _ in ranks.saved] == [6]
+
+    asyncio.run(main())
+
+
+def test_steps_are_recorded_and_saved_while_an_evaluation_takes_its_time(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, steps=12, checkpoint={"every": 3})
+        async with ranks.running() as task:
+            await ranks.until(lambda: ranks.count("eval")[0])
+            ranks.hold_evals = True
+            await ranks.until(lambda: ranks.count("step")[12])
+            assert len(ranks.evaluating) == 3 and not task.done()
+            ranks.hold_evals = False
+            ranks.end_evaluations()
+            assert await task == "done"
+        assert ranks.count("step") == {version: 1 for version in range(1, 13)}
+        assert len(ranks.count("eval")) == 3 and ranks.count("eval")[12] == 1
+        assert [version for version, _ in ranks.saved] == [3, 6, 9, 12]
+        for version, lines in ranks.saved:
+            assert ("step", version) in lines
+
+    asyncio.run(main())
