@@ -231,10 +231,9 @@ class Liveness:
             timer = threading.Timer(self._grace_s, self._end, (1,))
             timer.daemon = True
             timer.start()
-            try:
-                self._dump_stacks()
-            except OSError as error:  # a full disk must not keep the failure from being told
-                print(f"no stacks in {self._stacks_folder}: {error}", file=sys.stderr)
+            dumping = threading.Thread(target=self._dump_stacks, name="stacks", daemon=True)
+            dumping.start()
+            dumping.join(self._grace_s / 2)  # a file system that hangs must not keep the failure from being told
             self._on_failure(failure)
 
     def _watch(self) -> Failure | None:
@@ -278,9 +277,13 @@ class Liveness:
         return {rank: Mark(**json.loads(text)) for rank, text in texts.items()}
 
     def _dump_stacks(self) -> None:
-        if self._stacks_folder is not None:
+        if self._stacks_folder is None:
+            return
+        try:
             with open(self._stacks_folder / f"stacks-rank{self._rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file=file, all_threads=True)
+        except OSError as error:  # a full disk, say
+            print(f"no stacks in {self._stacks_folder}: {error}", file=sys.stderr)
 
 
 class SignalWatch:

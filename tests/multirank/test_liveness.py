@@ -283,3 +283,14 @@ def has_no_room_for_stacks(world: World, folder: str) -> str:
 
 def test_a_failure_is_told_where_stacks_cannot_be_written(tmp_path):
     assert run_worlds(has_no_room_for_stacks, 1, 1, str(tmp_path))[0].endswith("failed: bad thing")
+
+
+def hangs_on_its_stacks(world: World, folder: str) -> str:
+    os.mkfifo(Path(folder) / f"stacks-rank{world.rank}.txt")  # opening it to write waits for a reader
+    liveness, failure = watch(world, stacks_folder=Path(folder))
+    liveness.report("bad thing")
+    return str(failure.result(timeout=LIMIT_S))
+
+
+def test_a_failure_is_told_where_the_folder_for_stacks_hangs(tmp_path):
+    assert run_worlds(hangs_on_its_stacks, 1, 1, str(tmp_path))[0].endswith("failed: bad thing")
