@@ -19,7 +19,9 @@
 # get a node back that was lost, since the nodes that stayed do not tell it where their store is.  On a lost node (MASTER
 # too) run this again; the others wait for it.  A cut link loses packets without a word: the ranks on both sides end after
 # 20 s with an error that says so, and with them a torchrun that no longer hears from MASTER.
-# SIGTERM and SIGINT end the run with a complete checkpoint, on all nodes, and this script with 143.
+# SIGTERM, SIGINT and SIGHUP (a closed terminal; not under nohup) stop the run on all nodes, and end this script with 143:
+# with a complete checkpoint if summary.json says "stopped"; if it says "failed" run.shutdown_s was not enough, or
+# something failed meanwhile, and the newest checkpoint is an older one.
 set -euo pipefail
 here=$PWD
 cd "$(dirname "$0")/.."
@@ -44,7 +46,7 @@ SPMD_RL_NOTES=$(mktemp); export SPMD_RL_NOTES
 trap 'rm -f "$SPMD_RL_NOTES"' EXIT
 stopping= child= restarts=0
 stop() { stopping=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true; }
-trap stop TERM INT  # TERM for both: a background child of a script ignores INT
+trap stop TERM INT HUP  # TERM for all: a background child of a script ignores INT
 for ((failures = 1; ; failures++)); do
     : >"$SPMD_RL_NOTES"
     # a session of its own: a signal to this script's process group must not reach torchrun twice

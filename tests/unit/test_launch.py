@@ -29,7 +29,7 @@ def environment(tmp_path: Path, torchrun: str = "", **variables: str) -> dict[st
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SPMD_RL_VENV": str(venv), **variables}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_nodes_are_awaited_ends_the_script(tmp_path, number):
     waits = "trap 'echo told; exit 1' TERM; echo waiting; sleep 25 & wait"
     variables = environment(tmp_path, waits, NNODES="2", MASTER="127.0.0.1:29500", IFACE="lo")
@@ -40,9 +40,7 @@ def test_a_signal_while_nodes_are_awaited_ends_the_script(tmp_path, number):
         stdout=-1,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored where the tests run in the background
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # ignored where the tests run in the background
     ) as script:
         assert script.stdout.readline() == "waiting\n"
         os.killpg(script.pid, number)  # as a terminal does
