@@ -99,7 +99,10 @@ class RunDir:
         return self.metrics.exists()
 
     def abandon_after(self, version: int) -> None:
-        """Move what lies beyond `version` to abandoned/<n>/: it is about to be made again under the same numbers."""
+        """Move what lies beyond `version` to abandoned/<n>/: it is about to be made again under the same numbers.
+
+        -1: everything, version 0 being that of the first evaluation.
+        """
         aside = self.path / "abandoned" / str(len(list(self.path.glob("abandoned/*"))))
         late = [p for p in self.batches.iterdir() if _number(p) >= version]
         late += [p for p in self.evals.iterdir() if _number(p) > version]

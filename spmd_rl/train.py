@@ -170,7 +170,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     version, restored = starting_point(run_dir, config, restarted=world.restarted)
     run_dir.create()
     disk.check_room(model, run_dir.path, **config.on_disk)
-    run_dir.abandon_after(version)
+    run_dir.abandon_after(version if restored else -1)
     write_whole(run_dir.config, config_module.dump(config))
     print(config_module.dump(config))
     print(f"run directory {run_dir.path}")

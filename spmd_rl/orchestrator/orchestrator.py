@@ -302,6 +302,7 @@ class Orchestrator:
                     await self._stop_orderly(shutdown_s / 2)
                 else:  # at its end anyway
                     await asyncio.wait({self._finishing})
+                    await self._evaluations_ended(timeout=shutdown_s / 2)
                     training.cancel()
         except TimeoutError:
             raise RuntimeError(
@@ -568,9 +569,10 @@ class Orchestrator:
         write_whole(self._run_dir.evals / f"eval_{version}.json", json.dumps(content, indent=1))
 
     async def _evaluate_alone(self) -> None:
-        """While nothing is trained.  Waits for it; being cancelled does not cut it."""
-        self._evaluations = [self._later(self._evaluate(self._config.staleness.max_concurrent))]
-        await self._evaluations_ended()
+        """While nothing is trained, once for a version.  Waits for it; being cancelled does not cut it."""
+        if not self._stop.is_set() and not (self._run_dir.evals / f"eval_{self.policy.version}.json").exists():
+            self._evaluations = [self._later(self._evaluate(self._config.staleness.max_concurrent))]
+            await self._evaluations_ended()
 
     def _evaluate_beside(self) -> None:
         """Once the one that runs has ended; of those that become due until then, one."""
@@ -585,9 +587,9 @@ class Orchestrator:
         if not self._stop.is_set() and self.policy.version < self._last_version:
             await self._evaluate(self._config.eval_concurrent)
 
-    async def _evaluations_ended(self) -> None:
+    async def _evaluations_ended(self, timeout: float | None = None) -> None:
         if self._evaluations:
-            await asyncio.wait(self._evaluations)
+            await asyncio.wait(self._evaluations, timeout=timeout)
 
     def _evaluation_was_cut(self) -> bool:
         """Whether the last evaluation that was due before the version resumed left no report."""

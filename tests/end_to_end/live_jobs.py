@@ -135,8 +135,12 @@ def summary(run_dir: Path) -> dict:
 
 def steps(run_dir: Path) -> list[dict]:
     """The metrics of every step, in the order of the file."""
+    return metrics(run_dir, "step")
+
+
+def metrics(run_dir: Path, kind: str) -> list[dict]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "step"]
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def trained_tickets(run_dir: Path) -> list[int]:
@@ -157,6 +161,8 @@ def assert_whole(run_dir: Path, *, num_steps: int, max_staleness: int = 2, batch
     assert end["age_max"] <= max_staleness
     ledger = end["ledger"]
     assert ledger["admitted"] == num_steps * batch_size == ledger["rollouts"]["trained"]
+    evaluated = [record["version"] for record in metrics(run_dir, "eval")]
+    assert evaluated == sorted(set(evaluated))
     assert not list(run_dir.glob("checkpoints/*.tmp"))
 
 

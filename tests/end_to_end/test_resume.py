@@ -9,7 +9,7 @@ import time
 import pytest
 
 from spmd_rl import checkpoint
-from tests.end_to_end.live_jobs import LiveJob, assert_whole, steps, summary, trained_tickets
+from tests.end_to_end.live_jobs import LiveJob, assert_whole, metrics, steps, summary, trained_tickets
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
@@ -47,6 +47,17 @@ def kill_and_restart(run_dir, rank, *settings, ranks):
         assert "start number 2" in job.output
     assert_whole(run_dir, num_steps=14)
     assert list(run_dir.glob("abandoned/0/step_*.safetensors"))
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_before_it_saved_starts_again_and_is_evaluated_first_once(tmp_path):
+    with LiveJob(tmp_path, "run.steps=4", "eval.num_tasks=8", max_restarts=1) as job:
+        job.wait_for(r"step +1/")
+        job.send(signal.SIGKILL, rank=1)
+        assert job.wait() == 0, job.output
+    assert_whole(tmp_path, num_steps=4)
+    assert [record["version"] for record in metrics(tmp_path, "eval")] == [0, 4]
+    assert summary(tmp_path)["eval_first"]["eval/fraction/oldest_version"] == 0
 
 
 LORA = ["lora.rank=4", "lora.sync=adapter", "trainer.learning_rate=1e-2"]

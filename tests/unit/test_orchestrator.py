@@ -1,6 +1,7 @@
 """The orchestrator whole, with ranks that answer at once, and evaluations that end when a test says so."""
 
 import asyncio
+import json
 from collections import Counter
 from contextlib import asynccontextmanager
 
@@ -21,15 +22,16 @@ COUNTERS = ("busy_s", "running", "waiting", "kv_used", "version", "swaps", "paus
 class Ranks:
     """One engine and one trainer: what either is asked for is answered in the next turn of the loop."""
 
-    def __init__(self, folder, *, steps=6, version=0, **sections):
+    def __init__(self, folder, *, steps=6, version=0, shutdown_s=60.0, **sections):
         self.lines: list[tuple[str, int]] = []  # of metrics: kind and version
         self.saved: list[tuple[int, list]] = []  # checkpoints: version, and the lines at that moment
+        self.state: tuple = ()  # of the newest checkpoint
         self.evaluating: list = []  # works of evaluations in flight
         self.hold_evals = False
         self.exported: bool | None = None
         self._tokens, self._changed = 0, asyncio.Event()
         self.version = version
-        tree = {"run": {"steps": steps, "metrics_interval_s": 1000.0, "shutdown_s": 60.0}, "model": {"path": "x"}}
+        tree = {"run": {"steps": steps, "metrics_interval_s": 1000.0, "shutdown_s": shutdown_s}, "model": {"path": "x"}}
         tree |= {"env": {"fake": {"path": "a:b"}}, "rollout": {"batch_size": 4, "group_size": 2}}
         tree |= {"eval": {"every": 2, "num_tasks": 3}, **sections}
         config = config_module.from_tree(tree)
@@ -66,7 +68,7 @@ class Ranks:
                 say=lambda line: self._changed.set(),
             ),
             decode=lambda token_ids: "",
-            complete_checkpoint=lambda version, words, rollouts: self.saved.append((version, list(self.lines))),
+            complete_checkpoint=self._complete,
             version=version,
         )
 
@@ -131,6 +133,10 @@ class Ranks:
         self.orchestrator.sent(TRAINER, self.version, Sent(checksums=(1,), sent_bytes=1, send_s=0.0, update_norm=1.0))
         self.orchestrator.loaded(ENGINE, self.version, Loaded(checksums=(1,), receive_s=0.0, pause_s=0.0))
 
+    def _complete(self, version, words, rollouts) -> None:
+        self.saved.append((version, list(self.lines)))
+        self.state = (json.loads(json.dumps(words)), rollouts)
+
     def _finish(self, export) -> None:
         self.exported = export
         self._soon(lambda: self.orchestrator.saved(TRAINER, self.version, final=True))
@@ -164,5 +170,63 @@ def test_steps_are_recorded_and_saved_while_an_evaluation_takes_its_time(tmp_pat
         assert [version for version, _ in ranks.saved] == [3, 6, 9, 12]
         for version, lines in ranks.saved:
             assert ("step", version) in lines
+
+    asyncio.run(main())
+
+
+def test_a_stop_in_the_first_evaluation_waits_for_it_and_it_is_not_made_again(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path)
+        ranks.hold_evals = True
+        async with ranks.running() as task:
+            await ranks.until(lambda: len(ranks.evaluating) == 3)
+            ranks.orchestrator.stop()
+            await asyncio.wait({task}, timeout=0.1)
+            assert not task.done()
+            ranks.end_evaluations()
+            assert await task == "stopped"
+        assert ranks.lines == [("eval", 0)] and [version for version, _ in ranks.saved] == [0]
+        resumed = Ranks(tmp_path)
+        resumed.orchestrator.restore(*ranks.state)
+        async with resumed.running() as task:
+            assert await task == "done"
+        assert resumed.count("eval")[0] == 0 and resumed.count("eval")[6] == 1
+
+    asyncio.run(main())
+
+
+def test_a_stop_in_the_last_evaluation_waits_for_it_for_half_of_its_window(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, eval={"every": 0, "num_tasks": 3})
+        async with ranks.running() as task:
+            await ranks.until(lambda: ranks.count("eval")[0])
+            ranks.hold_evals = True
+            await ranks.until(lambda: len(ranks.evaluating) == 3)
+            ranks.orchestrator.stop()
+            await asyncio.wait({task}, timeout=0.1)
+            assert not task.done()
+            ranks.end_evaluations()
+            assert await task == "stopped"
+        assert ranks.count("eval") == {0: 1, 6: 1} and ranks.exported
+
+    asyncio.run(main())
+
+
+def test_a_last_evaluation_that_was_cut_is_made_by_a_resume(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, shutdown_s=2.0)
+        async with ranks.running() as task:
+            await ranks.until(lambda: ranks.count("step")[6])
+            ranks.hold_evals = True
+            await ranks.until(lambda: ranks.saved and len(ranks.evaluating) == 3)
+            ranks.orchestrator.stop()
+            assert await task == "stopped"
+            ranks.end_evaluations()  # no error, though it is over
+        assert ranks.count("eval")[6] == 0
+        resumed = Ranks(tmp_path, version=6)
+        resumed.orchestrator.restore(*ranks.state)
+        async with resumed.running() as task:
+            assert await task == "done"
+        assert resumed.lines == [("eval", 6), ("interval", 6)] and resumed.exported
 
     asyncio.run(main())

@@ -126,12 +126,30 @@ def test_a_directory_belongs_to_one_job_until_its_process_ends(run_dir):
     run_dir.claim()
 
 
-def test_a_finished_run_has_nothing_left_unless_its_model_is_missing(run_dir, config):
+def test_a_finished_run_has_nothing_left_unless_its_model_or_its_last_evaluation_is_missing(run_dir, config):
     folder = save(run_dir, 2)
     assert start(run_dir, config, steps=2) == (2, folder)
     run_dir.model.mkdir()
+    assert start(run_dir, config, steps=2) == (2, folder)
+    (run_dir.evals / "eval_2.json").write_text("{}")
     with pytest.raises(ValueError, match="nothing is left to train"):
         start(run_dir, config, steps=2)
+
+
+@pytest.mark.parametrize(("version", "left"), [(1, [0, 1]), (0, [0]), (-1, [])])
+def test_what_will_be_made_again_is_moved_aside(run_dir, version, left):
+    """Batch v leads to version v + 1; -1 is a start without a checkpoint, which makes the first evaluation too."""
+    lines = [json.dumps({"kind": kind, "version": v}) + "\n" for v in range(3) for kind in ("eval", "interval")]
+    run_dir.metrics.write_text("".join(lines))
+    for v in range(3):
+        (run_dir.batches / f"step_{v}.json").write_text("")
+        (run_dir.evals / f"eval_{v}.json").write_text("")
+    run_dir.abandon_after(version)
+    assert [json.loads(line)["version"] for line in run_dir.metrics.read_text().splitlines()] == sorted(left * 2)
+    assert sorted(path.name for path in run_dir.evals.iterdir()) == [f"eval_{v}.json" for v in left]
+    assert sorted(path.name for path in run_dir.batches.iterdir()) == [f"step_{v}.json" for v in left[:-1]]
+    aside = {path.name for path in (run_dir.path / "abandoned" / "0").iterdir()}
+    assert aside >= {f"eval_{v}.json" for v in range(3) if v not in left} | {"step_2.json", "metrics.jsonl"}
 
 
 @pytest.mark.parametrize(
