@@ -6,7 +6,8 @@
 A call waits for a free process, starts the function there and waits for its JSON result, at most `timeout_s` from the
 moment that the function begins.  Then the process and all that it has started is killed and `TimedOut` raised: the
 caller's sample is dropped and counted, no reward is made up.  A cancelled call is killed likewise.  Processes start
-when first needed, are used again, and die with the process that started them, on Linux however that one ends.
+when first needed, are used again, and die, with all that they have started, with the process that started them, on
+Linux however that one ends: each is the child of a process that sees to that.
 
 The function is named by its module, its arguments and result are JSON: nothing is pickled.  It runs in the main thread
 of its process, so it may use signals.  Knows nothing of rollouts or rewards.
@@ -23,13 +24,14 @@ import pkgutil
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from spmd_rl.types import NotRetried
 
 START_S = 120.0  # for a process to start and to import the function's module
 LINE_BYTES = 1 << 24  # of a result at most
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class TimedOut(NotRetried):
@@ -103,19 +105,54 @@ async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """The process and its group.  Waits for its end, which a kill makes a matter of milliseconds."""
+    """The process and what it has started.  Waits for their end, which a kill makes a matter of milliseconds."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()
     process.stdin.close()
     await asyncio.shield(process.wait())
 
 
-def die_with_parent(parent: int) -> None:
-    """Linux kills this process when the thread that started it ends, and so when `parent` does; others cannot."""
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Linux signals this process when the thread that started it ends, and so when `parent` does; others cannot."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
+
+
+def _guarded(parent: int) -> None:
+    """Returns in a child; this process stays behind as its guard.
+
+    It waits for the child's end, or for SIGTERM, which `parent`'s end brings too, and kills the child and all that is
+    left of what it has started.
+    """
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    die_with_parent(parent, signal.SIGTERM)
+    if sys.platform == "linux":  # orphans below come here and not to process 1
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    guard, child = os.getpid(), os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        die_with_parent(guard)
+        return
+    status = None
+    while status is None and signal.sigwait(awaited) == signal.SIGCHLD:
+        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = ended[1] if ended[0] == child else None  # others were left behind by what the child has started
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is in the group, yet or any more
+        os.killpg(child, signal.SIGKILL)
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    children = Path(f"/proc/self/task/{guard}/children")  # so this is all that is left, whatever its group
+    while children.exists() and (left := children.read_text().split()):
+        for process in map(int, left):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _serve() -> None:
@@ -140,5 +177,5 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
+    _guarded(int(sys.argv[1]))
     _serve()

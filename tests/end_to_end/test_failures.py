@@ -99,7 +99,7 @@ RAISES = {  # which settings make it raise, and what is then said
     "last trainer": (("loss:3:raise",), "RuntimeError: the device is on fire"),
 }
 WORKER_ERRORS = {
-    "SIGKILL": "WorkerDied: the process of a job ended with code -9",
+    "SIGKILL": "WorkerDied: the process of a job ended with code 137",
     "SIGSTOP": "TimedOut: tests.end_to_end.failing_env:misbehave did not end within 1 s",
     "raise": "RuntimeError: tests.end_to_end.failing_env:misbehave: ArithmeticError: no verdict",
 }

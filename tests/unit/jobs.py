@@ -33,6 +33,10 @@ def own_id():
     return os.getpid()
 
 
+def parent_id():
+    return os.getppid()
+
+
 def die():
     os._exit(7)
 
@@ -42,10 +46,24 @@ def not_a_number():
 
 
 def fork_and_hang(path):
-    """Write the id of a child that hangs, then hang."""
-    child = os.fork()
-    if child == 0:
-        sleep_for_ever()
-    with open(path, "w") as file:
-        file.write(str(child))
+    """Write the ids of two children that hang, one of them in a session of its own, then hang."""
+    fork_and_tell(path)
     sleep_for_ever()
+
+
+def fork_and_die(path):
+    fork_and_tell(path)
+    os._exit(7)
+
+
+def fork_and_tell(path):
+    children = [os.fork()]
+    if children[0]:
+        children.append(os.fork())
+    if children[-1] == 0:
+        if len(children) == 2:
+            os.setsid()
+        time.sleep(120.0)
+        os._exit(0)
+    with open(path, "w") as file:
+        print(*children, file=file)

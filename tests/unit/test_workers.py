@@ -65,10 +65,19 @@ def test_a_function_that_hangs_is_killed_and_the_next_one_runs(function):
 def test_what_a_killed_function_has_started_is_killed_too(tmp_path):
     async def job(workers):
         with pytest.raises(TimedOut):
-            await workers.call(jobs.fork_and_hang, str(tmp_path / "child"))
-        return ends(int((tmp_path / "child").read_text()))
+            await workers.call(jobs.fork_and_hang, str(tmp_path / "children"))
+        return [ends(int(child)) for child in (tmp_path / "children").read_text().split()]
 
-    assert run(job, num=1, timeout_s=0.5)
+    assert run(job, num=1, timeout_s=0.5) == [True, True]
+
+
+def test_what_a_function_has_started_does_not_outlive_its_process(tmp_path):
+    async def job(workers):
+        with pytest.raises(WorkerDied, match="code 7"):
+            await workers.call(jobs.fork_and_die, str(tmp_path / "children"))
+        return [ends(int(child)) for child in (tmp_path / "children").read_text().split()]
+
+    assert run(job, num=1) == [True, True]
 
 
 def test_a_process_that_dies_is_an_error_and_is_replaced():
@@ -123,21 +132,26 @@ print("dead")
     assert (done.stdout, done.returncode) == ("alive\n", 1), done.stderr
 
 
-def test_processes_die_with_the_one_that_started_them():
+def test_processes_and_what_they_have_started_die_with_the_one_that_started_them(tmp_path):
     code = """
-import asyncio, os, sys
+import asyncio, sys
 from spmd_rl.workers import Workers
 from tests.unit import jobs
 async def main():
-    workers = Workers(num=1)
-    print(await workers.call(jobs.own_id), flush=True)
-    hung = asyncio.create_task(workers.call(jobs.sleep_for_ever))
-    sys.stdin.readline()
-    os._exit(0)
+    workers = Workers(num=2, timeout_s=60.0)
+    idle = await workers.call(jobs.own_id)
+    print(idle, await workers.call(jobs.parent_id), flush=True)
+    await asyncio.gather(*(workers.call(jobs.fork_and_hang, path) for path in sys.argv[1:]))
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as parent:
-        worker = int(parent.stdout.readline())
-        os.kill(worker, 0)  # it is there
+    pipes = [tmp_path / "one", tmp_path / "other"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    with subprocess.Popen([sys.executable, "-c", code, *pipes], stdout=-1, text=True) as parent:
+        processes = parent.stdout.readline().split()
+        processes += [child for pipe in pipes for child in pipe.read_text().split()]
+        assert len(processes) == 6
+        for process in processes:
+            os.kill(int(process), 0)  # it is there
         parent.kill()
-    assert ends(worker)
+    assert [ends(int(process)) for process in processes] == [True] * 6
