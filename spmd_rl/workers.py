@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class TimedOut(NotRetried):
-    """A job did not end in its time and was killed."""
+    """A job did not begin or end in its time and was killed."""
 
 
 class WorkerDied(NotRetried):
@@ -45,10 +45,10 @@ class WorkerDied(NotRetried):
 class Workers:
     """At most `num` processes; further calls wait for one."""
 
-    def __init__(self, *, num: int = 4, timeout_s: float = 10.0) -> None:
+    def __init__(self, *, num: int = 4, timeout_s: float = 10.0, start_s: float = START_S) -> None:
         if num < 1 or not timeout_s > 0:
             raise ValueError(f"workers: num = {num} must be at least 1, timeout_s = {timeout_s} above 0")
-        self._timeout_s = timeout_s
+        self._timeout_s, self._start_s = timeout_s, start_s
         self._free = asyncio.Semaphore(num)
         self._idle: list[asyncio.subprocess.Process] = []
 
@@ -57,14 +57,15 @@ class Workers:
         job = {"function": f"{function.__module__}:{function.__qualname__}", "args": args}
         async with self._free:
             process = await self._take()
-            answered = False
+            answered, late = False, f"begin, its module imported, within {self._start_s:g} s"
             try:
                 process.stdin.write(json.dumps(job).encode() + b"\n")
-                await asyncio.wait_for(_read(process), START_S)  # the function begins
+                await asyncio.wait_for(_read(process), self._start_s)
+                late = f"end within {self._timeout_s:g} s"
                 answer = await asyncio.wait_for(_read(process), self._timeout_s)
                 answered = True
             except TimeoutError:
-                raise TimedOut(f"{job['function']} did not end within {self._timeout_s:g} s") from None
+                raise TimedOut(f"{job['function']} did not {late}") from None
             finally:
                 if answered:
                     self._idle.append(process)

@@ -62,6 +62,14 @@ def test_a_function_that_hangs_is_killed_and_the_next_one_runs(function):
     assert run(job, num=1, timeout_s=0.2) == 2
 
 
+def test_a_function_that_never_begins_is_told_from_one_that_does_not_end():
+    async def job(workers):
+        await workers.call(jobs.add, 1, 1)
+
+    with pytest.raises(TimedOut, match=r"tests\.unit\.jobs:add did not begin, its module imported, within 0\.001 s"):
+        run(job, num=1, start_s=0.001)
+
+
 def test_what_a_killed_function_has_started_is_killed_too(tmp_path):
     async def job(workers):
         with pytest.raises(TimedOut):
