@@ -3,13 +3,14 @@
     execution = await Sandbox(timeout_s=5.0).run("print(6 * 7)")  # .stdout == "42\n"
 
 The child gets a temporary folder of its own as its working directory, an empty environment, limits on CPU time, memory,
-file size and open files, and a wall-clock limit after which it is killed; it dies with the process that started it.
-Where the kernel allows unprivileged namespaces it also has no network, and everything that it started ends with it;
-`Execution.isolated` says whether that was so; then the number of processes is limited too, but not for root, whom the
-kernel exempts.  Elsewhere than on Linux memory has no limit, and the child may outlive the process.  It still reads
-what this user can read and may write where this user may: code that is out to do harm belongs into a container.
+file size and open files, and a wall-clock limit after which it is killed; with it ends all that it started, and it ends
+with the process that started it.  Where the kernel allows unprivileged namespaces it also has no network and no way to
+escape its end; `Execution.isolated` says whether that was so; then the number of processes is limited too, but not for
+root, whom the kernel exempts.  Elsewhere than on Linux memory has no limit, and the child may outlive the process.  It
+still reads what this user can read and may write where this user may: code that is out to do harm belongs into a
+container.
 
-This file is also the program that sets the limits: it imports the standard library only.
+This file is also the program that sets the limits: it imports the standard library only, and guard.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import runpy
 import select
 import shutil
 import signal
@@ -42,7 +44,7 @@ class Execution:
     stderr: str
     exit_code: int  # 128 + signal where one ended it
     timed_out: bool
-    isolated: bool  # it had no network, and nothing of it is left
+    isolated: bool  # it had no network and no way to leave anything behind
 
     @property
     def ok(self) -> bool:
@@ -91,7 +93,10 @@ class Sandbox:
             timed_out = True
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                if (folder / "isolated").exists():
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.terminate()  # the guard kills
             code_ = await asyncio.shield(process.wait())
         return Execution(
             stdout=_head(folder / "out"),
@@ -135,6 +140,8 @@ def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int) -> None:
         if select.select([alive], [], [], 0)[0]:
             os._exit(1)
         os.close(alive)
+    else:
+        runpy.run_path(str(Path(__file__).with_name("guard.py")))["guarded"](parent)
     limits = {
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_FSIZE: FILE_BYTES,

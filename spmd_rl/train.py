@@ -26,6 +26,7 @@ from spmd_rl import config as config_module
 from spmd_rl import disk, envs
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine, check_lengths
+from spmd_rl.guard import die_with_parent
 from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
 from spmd_rl.make_trainer import check_lora
@@ -36,7 +37,6 @@ from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
-from spmd_rl.workers import die_with_parent
 from spmd_rl.world import (
     World,
     agreed_code,

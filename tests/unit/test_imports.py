@@ -18,6 +18,7 @@ LAYERS = [
         "run_dir",
         "gguf",
         "disk",
+        "guard",
         "sandbox",
     },
     {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}

@@ -129,7 +129,7 @@ def test_a_cancelled_call_frees_its_place():
 def test_where_there_is_no_prctl_a_process_goes_on_as_long_as_its_parent_is_there():
     code = """
 import ctypes, os, sys
-from spmd_rl.workers import die_with_parent
+from spmd_rl.guard import die_with_parent
 sys.platform, ctypes.CDLL = "darwin", None
 die_with_parent(os.getppid())
 print("alive", flush=True)
