@@ -115,9 +115,9 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
     match world.role:
         case "inference" if world.leads:
             life = run_orchestrator(world, config, run_dir, live, signals, start.version, start.restored)
-            world.store.set("exit code", str(asyncio.run(_watched(life, live))))
+            world.store.set("exit code", str(_turn(life, live)))
         case "inference":
-            asyncio.run(_watched(run_inference(world, config, run_dir, live, signals), live))
+            _turn(run_inference(world, config, run_dir, live, signals), live)
         case "member":
             run_member(world, config, run_dir, live, signals)
         case "trainer":
@@ -184,6 +184,13 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     return Start(run_dir=run_dir.path, version=version, restored=restored)
 
 
+def _turn(life: Coroutine[None, None, T], live: Liveness) -> T:
+    """Live it in an event loop that is then left as it is: closing it would wait for what a user's code still does."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop.run_until_complete(_watched(life, live))
+
+
 async def _watched(life: Coroutine[None, None, T], live: Liveness) -> T:
     """Report a failure while the loop still turns: once it is closed, threads that talk to it would fail too.
 
@@ -193,11 +200,14 @@ async def _watched(life: Coroutine[None, None, T], live: Liveness) -> T:
     def raised(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         live.failed(context.get("exception") or RuntimeError(str(context["message"])))
 
-    asyncio.get_running_loop().set_exception_handler(raised)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(raised)
     try:
-        return await life
+        ended = await life
     except BaseException as error:
         _give_up(error, live)
+    loop.set_exception_handler(lambda loop, context: None)  # what still waits in the loop is dropped with it
+    return ended
 
 
 def _give_up(error: BaseException, live: Liveness) -> NoReturn:

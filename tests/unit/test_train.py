@@ -1,0 +1,47 @@
+"""How a rank's life ends, whatever the user's code still does."""
+
+import asyncio
+import threading
+
+from spmd_rl import train
+
+
+class Live:
+    """Hears of failures."""
+
+    def __init__(self) -> None:
+        self.heard: list[BaseException] = []
+
+    def failed(self, error: BaseException) -> None:
+        self.heard.append(error)
+
+
+def test_a_life_ends_though_a_thread_and_a_task_of_the_users_never_do():
+    given_up = threading.Event()
+    timer = threading.Timer(20.0, given_up.set)
+    timer.start()
+    live, tasks = Live(), []
+
+    async def deaf():
+        while not given_up.is_set():
+            try:
+                await asyncio.to_thread(given_up.wait)
+            except asyncio.CancelledError:
+                continue
+
+    async def life():
+        tasks.append(asyncio.create_task(deaf()))
+        await asyncio.sleep(0)
+        return 143
+
+    try:
+        assert train._turn(life(), live) == 143
+        assert not given_up.is_set()
+        assert live.heard == []
+    finally:
+        timer.cancel()
+        given_up.set()
+        loop = asyncio.get_event_loop()
+        loop.run_until_complete(tasks[0])
+        loop.close()
+        asyncio.set_event_loop(None)
