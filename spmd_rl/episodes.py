@@ -76,13 +76,12 @@ class Episodes:
             again = False
             try:
                 rollout = await self._attempt(work, sample, ticket, attempt, spent)
-            except asyncio.CancelledError:
-                rollout = _failed("cancelled")
             except NotRetried as error:
                 rollout = _failed(f"{type(error).__name__}: {error}")
-            except Exception as error:  # the environment is the user's code: its failure is counted, not fatal
-                rollout = _failed(f"{type(error).__name__}: {error}")
-                again = True
+            except (Exception, asyncio.CancelledError, SystemExit) as error:
+                # the environment is the user's code: its failure is counted, not fatal
+                again = not asyncio.current_task().cancelling()
+                rollout = _failed(f"{type(error).__name__}: {error}" if again else "cancelled")
             sampled += sum(spent)
             if not again:
                 break

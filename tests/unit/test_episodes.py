@@ -105,6 +105,20 @@ def test_an_episode_that_keeps_raising_is_failed_by_name() -> None:
     ] * 2
 
 
+@pytest.mark.parametrize(("error", "name"), [(SystemExit(3), "SystemExit: 3"), (asyncio.CancelledError(), "Cancelled")])
+def test_an_episode_that_exits_or_leaks_a_cancellation_is_tried_again_and_then_failed_by_name(error, name) -> None:
+    attempts = []
+
+    class Ends:
+        async def rollout(self, task: Task, generate: Callable) -> Rollout:
+            attempts.append(task)
+            raise error
+
+    rollouts, _ = _run(Ends())
+    assert len(attempts) == 4
+    assert all(r.failed and r.error.startswith(name) for r in rollouts)
+
+
 def test_an_environment_may_limit_the_time_of_a_turn() -> None:
     class Impatient:
         async def rollout(self, task: Task, generate: Callable) -> Rollout:
