@@ -260,19 +260,24 @@ def note(world: World, word: str, value: int = 1) -> None:
 
 def check_shared_folder(world: World, folder: Path) -> None:
     """Refuse, on all ranks alike, a run directory that is not one file system on all of them; all ranks call it."""
-    token_file = folder / ".shared"
+    token_file, token, wrong = folder / ".shared", uuid.uuid4().hex, ""
+    here = f"run directory {folder} on {world.places[world.rank].host} (rank {world.rank})"
+    try:
+        if world.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            token_file.write_text(token)
+        else:
+            token = world.store.get("shared folder").decode()
+            if not token_file.exists() or token_file.read_text() != token:
+                wrong = (
+                    f"{here} is not the one that rank 0 on {world.places[0].host} sees: set run.dir to a file system "
+                    "that all nodes share"
+                )
+    except OSError as error:
+        wrong = f"{here}: {error}"
     if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        token = uuid.uuid4().hex
-        token_file.write_text(token)
         world.store.set("shared folder", token)
-    token = world.store.get("shared folder").decode()
-    seen = token_file.read_text() if token_file.exists() else "nothing"
-    error = (
-        f"run directory {folder} on {world.places[world.rank].host} (rank {world.rank}) is not the one that rank 0 "
-        f"on {world.places[0].host} sees: set run.dir to a file system that all nodes share"
-    )
-    world.store.set(f"shared folder/{world.rank}", error if seen != token else "")
+    world.store.set(f"shared folder/{world.rank}", wrong)
     answers = world.store.multi_get([f"shared folder/{rank}" for rank in range(world.world_size)])
     if errors := [answer.decode() for answer in answers if answer]:
         raise ValueError(errors[0])

@@ -1,6 +1,7 @@
 """Joining and leaving the world, over gloo."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -151,6 +152,13 @@ def test_a_run_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path):
     first, second = run_worlds(checks_a_folder, 1, 1, str(tmp_path / "two"))
     assert first == second
     assert "(rank 1) is not the one that rank 0" in first
+
+
+def test_a_run_directory_that_rank_0_cannot_write_is_refused_on_every_rank(tmp_path):
+    (tmp_path / "file-one").touch()
+    first, second = run_worlds(checks_a_folder, 1, 1, str(tmp_path / "file-one"))
+    assert first == second
+    assert re.search(r"run directory \S+ on \S+ \(rank 0\): .*Not a directory", first)
 
 
 def joins_the_wrong_world() -> None:
