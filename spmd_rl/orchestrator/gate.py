@@ -5,6 +5,7 @@
 The gate counts slots.  A group holds its slots from admission (`admit`) until the whole of it is settled: accepted by
 the sink, or given up.  Accepted slots leave by `consume`, exactly B at a time, or by `give_back` when they are dropped
 after all.  Between any two calls  accepted + running <= (S + version + 1)·B,  and  version·B <= consumed <= accepted.
+Where a resumed run lowered S or C it may start with more than these allow, and admits nothing until it is below.
 
 Mode "ship" limits admission by C and a queue of Q finished rollouts only; S then bounds what is shipped (ship_hold.py).
 Adaptive admission lowers the limit to what keeps the trainer busy (`AdaptiveAdmission`).
@@ -49,6 +50,7 @@ class Gate:
         self.consumed = 0  # taken into batches, since version 0
         self.admitted_since_update = 0  # less what was given up; at most (S + 1)·B
         self.closed = False
+        self._restored_running = self._restored = 0  # slots that a resumed run began with: running, and all
         self._abandoned = False
         self._policy = policy
         self._room = {"admission": self._room_for_admission, "ship": self._room_for_ship}[mode]
@@ -152,6 +154,7 @@ class Gate:
         """State of a resumed run: accepted = version·B + finished slots, running = slots of unfinished groups."""
         self.accepted, self.running = accepted, running
         self.consumed = self._policy.version * self.batch_size
+        self._restored_running, self._restored = running, accepted + running
         self.admitted_since_update = running  # they start again: the first step admits (S + 1)·B with them
         self._check()
 
@@ -175,9 +178,10 @@ class Gate:
                 f"{self.consumed} and would admit {self.capacity()}, bound is (S + 1) * B = "
                 f"{(self.max_staleness + 1) * batch_size}: was the gate restored? {self}"
             )
-        if not 0 <= self.running <= self.max_concurrent or self.consumed > self.accepted:
+        most_running = max(self.max_concurrent, self._restored_running)
+        if not 0 <= self.running <= most_running or self.consumed > self.accepted:
             raise RuntimeError(f"slots do not add up: {self}")
-        if self._bounded and self.accepted + self.running > self.limit:
+        if self._bounded and self.accepted + self.running > max(self.limit, self._restored):
             raise RuntimeError(f"accepted + running = {self.accepted + self.running} > (S + version + 1)·B: {self}")
 
     def _is_idle(self) -> bool:

@@ -158,6 +158,7 @@ class TrainPath:
         running = sum(work.size for work in unfinished)
         self._ledger.restore(state.ledger)
         self._gate.restore(accepted=state.version * size + finished, running=running)
+        self._expire(state.version)
         self.assert_closed()
 
     def _admitted(self, work: GroupWork) -> None:

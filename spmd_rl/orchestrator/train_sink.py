@@ -10,7 +10,9 @@ With a cap M enforced by waiting, batch n is formed only if afterwards, for ever
 With a cap enforced by dropping, `expire(n)` gives up what batch n could not take any more.
 
 Promises: every trained token is at most `bound.age` versions old, asserted at consumption with all numbers; B slots
-given up in a row count as an empty batch, and too many of those raise.
+given up in a row count as an empty batch, and too many of those raise.  A resumed run whose settings were tightened may
+hold groups that no order could bring under its bound: those are trained, as early as the order has them, whatever their
+age; so are batches that were formed before.
 Knows nothing of queues, engines, weights or the gate: whoever calls it tells the gate.
 """
 
@@ -79,6 +81,8 @@ class TrainSink:
         self._next_index: int | None = None
         self._due: Counter[int] = Counter()  # unconsumed slots by deadline; kept where the cap waits
         self._due_finished: Counter[int] = Counter()  # those of them that are finished
+        self._own_from = 0  # tickets below it were restored, too many or too old for this bound
+        self._caught_up = 0  # by this batch they fit
         self._aborted: set[int] = set()  # first tickets of running groups that `expire` gave up
         self._barren = _Barren()
 
@@ -108,13 +112,13 @@ class TrainSink:
         self._running[work.first_ticket] = work
         self._order.admitted(work.first_ticket)
         if self._wait:
-            self._due[work.version + self.bound.cap] += work.size
+            self._due[self._deadline(work.first_ticket, work.version)] += work.size
 
     def add(self, group: Group) -> str:
         """KEPT, or why the group is given up.  Sets its advantages."""
         work = self._running.pop(group.first_ticket)
         if self._wait:
-            self._due[work.version + self.bound.cap] -= work.size
+            self._due[self._deadline(work.first_ticket, work.version)] -= work.size
         usable = np.fromiter((self.usable(r) for r in group.rollouts), np.bool_, len(group.rollouts))
         oldest = _oldest(group)
         if oldest < work.version:
@@ -155,8 +159,9 @@ class TrainSink:
             for group in groups:
                 _, oldest = self._finished.pop(group.first_ticket)
                 if self._wait:
-                    self._due[oldest + self.bound.cap] -= self.group_size
-                    self._due_finished[oldest + self.bound.cap] -= self.group_size
+                    deadline = self._deadline(group.first_ticket, oldest)
+                    self._due[deadline] -= self.group_size
+                    self._due_finished[deadline] -= self.group_size
             groups.sort(key=lambda group: group.first_ticket)
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             advantages = np.concatenate([group.advantages for group in groups])
@@ -164,7 +169,7 @@ class TrainSink:
                 usable = np.fromiter(map(self.usable, rollouts), np.bool_, len(rollouts))
                 advantages = self._batch_advantages(advantages, usable)
             batch = Batch(index=index, rollouts=rollouts, advantages=advantages)
-        self._assert_consumable(batch)
+            self._assert_consumable(batch)
         self._next_index = index + 1
         return batch
 
@@ -212,6 +217,7 @@ class TrainSink:
         """Into a fresh sink.  Nothing is judged again, and ages count on."""
         self._recorded.extend(sorted(batches, key=lambda batch: batch.index))
         self._next_index = index
+        self._allow_for(index + len(batches), groups, unfinished)
         works = {work.first_ticket: work for work in unfinished}
         for first_ticket in sorted([*works, *(group.first_ticket for group in groups)]):
             if first_ticket in works:
@@ -222,6 +228,21 @@ class TrainSink:
             if len(group.rollouts) != self.group_size:
                 raise RuntimeError(f"restored group of {len(group.rollouts)}, group_size = {self.group_size}")
             self._keep(group, _oldest(group))
+
+    def _allow_for(self, index: int, groups: Sequence[Group], unfinished: Sequence[GroupWork]) -> None:
+        """Where what is restored cannot all be trained within the bound, though taken in the best order: let it be."""
+        versions = {group.first_ticket: _oldest(group) for group in groups}
+        versions |= {work.first_ticket: work.version for work in unfinished}
+        line = sorted(versions.values()) if self._wait else [versions[ticket] for ticket in sorted(versions)]
+        most, per_batch = self.bound.age, self.batch_size // self.group_size
+        if most is None or self._drop or all(index + i // per_batch - v <= most for i, v in enumerate(line)):
+            return
+        self._own_from = max(versions) + self.group_size
+        self._caught_up = index + (len(line) - 1) // per_batch
+
+    def _deadline(self, first_ticket: int, oldest: int) -> int:
+        """The batch that may take a group last, where the cap waits."""
+        return max(oldest + self.bound.cap, self._caught_up if first_ticket < self._own_from else 0)
 
     def _judge(self, group: Group, usable: np.ndarray, oldest: int) -> str:
         late = self._drop and self._next_index is not None and oldest + self.bound.cap < self._next_index
@@ -243,8 +264,9 @@ class TrainSink:
         self._finished[group.first_ticket] = (group, oldest)
         self._order.finished(group, oldest)
         if self._wait:
-            self._due[oldest + self.bound.cap] += self.group_size
-            self._due_finished[oldest + self.bound.cap] += self.group_size
+            deadline = self._deadline(group.first_ticket, oldest)
+            self._due[deadline] += self.group_size
+            self._due_finished[deadline] += self.group_size
 
     def _choose(self, index: int) -> list[Group] | None:
         """B / G groups, still listed as finished, but gone from the order; None: not yet."""
@@ -262,7 +284,7 @@ class TrainSink:
             for group in preference:
                 if len(chosen) * self.group_size >= must:
                     break
-                if self._finished[group.first_ticket][1] + self.bound.cap <= deadline:
+                if self._deadline(group.first_ticket, self._finished[group.first_ticket][1]) <= deadline:
                     chosen.setdefault(group.first_ticket, group)
         for group in self._order.ready():
             if len(chosen) == num:
@@ -305,7 +327,7 @@ class TrainSink:
             if head == NO_VERSION or rollout.failed:
                 continue
             age = batch.index - head
-            if age < 0 or (most is not None and age > most):
+            if age < 0 or (most is not None and age > most and rollout.ticket >= self._own_from):
                 raise RuntimeError(
                     f"batch {batch.index} would train rollout {rollout.ticket} at age {age}, bound: {self.bound.line}; "
                     f"head {head}, tail {rollout.tail}, admitted at version {rollout.admission_version}, finished at "

@@ -84,10 +84,19 @@ def test_a_restored_gate_counts_finished_and_unfinished_slots():
     assert gate.capacity() == 12
 
 
-def test_more_restored_slots_than_the_bound_are_refused():
-    gate, _ = make(40)
-    with pytest.raises(RuntimeError, match=r"accepted \+ running = 348 > \(S \+ version \+ 1\)·B"):
-        gate.restore(accepted=344, running=4)
+def test_more_restored_slots_than_the_settings_of_now_allow_admit_nothing_until_they_are_fewer():
+    gate, policy = make(40, max_staleness=0, max_concurrent=4)
+    gate.restore(accepted=320 + 16, running=8)  # 24 slots, S = 0 allows 8; 8 running, C allows 4
+    assert gate.capacity() == -16
+    gate.settle(accepted=4)
+    for version in (41, 42):
+        gate.consume()
+        assert gate.capacity() < 0
+        policy.advance(version)
+    assert gate.capacity() == 0
+    gate.settle(rejected=4)
+    assert gate.capacity() == 4
+    gate.admit(4)
 
 
 def test_admitting_beyond_the_capacity_is_refused_with_the_numbers():

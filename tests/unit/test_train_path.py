@@ -24,7 +24,17 @@ class Run:
     """A small orchestrator; `until` trains up to a version, then stands still."""
 
     def __init__(
-        self, *, version=0, order="admission", max_age=None, over_age="wait", num_tasks=None, cursor=0, seed=0
+        self,
+        *,
+        version=0,
+        order="admission",
+        max_staleness=S,
+        max_concurrent=C,
+        max_age=None,
+        over_age="wait",
+        num_tasks=None,
+        cursor=0,
+        seed=0,
     ):
         coin = random.Random(f"{seed} {version}")
         stream = fakes.tasks(num_tasks)
@@ -33,7 +43,7 @@ class Run:
         bound = age_bound(
             gate="admission",
             order=order,
-            max_staleness=S,
+            max_staleness=max_staleness,
             batch_size=B,
             group_size=G,
             max_age=max_age,
@@ -42,9 +52,9 @@ class Run:
         self.policy = Policy(version)
         self.gate = Gate(
             self.policy,
-            max_staleness=S,
+            max_staleness=max_staleness,
             batch_size=B,
-            max_concurrent=C,
+            max_concurrent=max_concurrent,
             defer=lambda wake: asyncio.get_running_loop().call_when_settled(wake),
         )
         self.inference = fakes.Inference(self.policy, lambda ticket: coin.uniform(0.5, 14.0))
@@ -167,6 +177,37 @@ def test_a_resumed_run_goes_on_where_the_old_one_stood(order, max_age):
         assert tickets == list(range(80 * B))
     if max_age is not None:
         assert max(after.ages) <= max_age
+
+
+@pytest.mark.parametrize("over_age", ["wait", "drop"])
+@pytest.mark.parametrize(("order", "max_age"), [("admission", None), ("completion", 1), ("completion", None)])
+@pytest.mark.parametrize("before", ["admission", "completion"])
+def test_a_run_goes_on_under_a_lower_staleness_that_holds_for_all_that_it_admits_itself(
+    before, order, max_age, over_age
+):
+    low = max_age or 0
+
+    async def first() -> tuple[Run, PathState, int]:
+        run = Run(max_staleness=4, max_concurrent=40, order=before)
+        state = await run.until(40)
+        return run, state, run.dispatcher.next_group
+
+    async def second(state: PathState, cursor: int) -> Run:
+        lower = {"max_staleness": low, "max_concurrent": 8, "order": order, "max_age": max_age, "over_age": over_age}
+        run = Run(version=40, cursor=cursor, **lower)
+        run.path.restore(state)
+        assert run.gate.capacity() < 0
+        await run.until(60)
+        return run
+
+    old, state, cursor = run_virtual(first())
+    new = run_virtual(second(state, cursor))
+    tickets = [r.ticket for r in old.trained + new.trained]
+    assert len(tickets) == len(set(tickets)) == 60 * B
+    own = [age for age, r in zip(new.ages, new.trained, strict=True) if r.ticket >= state.next_ticket]
+    restored = [n // B for n, r in enumerate(new.trained) if r.ticket < state.next_ticket]
+    assert max(own) == low
+    assert max(restored) <= 4
 
 
 def test_a_resume_with_the_counter_at_zero_is_refused():
