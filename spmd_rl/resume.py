@@ -7,10 +7,13 @@ with its path and the reason (ValueError).  Knows nothing of how state is put ba
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from spmd_rl import checkpoint
 from spmd_rl.config import Config
+from spmd_rl.ledger import Ledger
+from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.state import from_json
 from spmd_rl.run_dir import RunDir
 
@@ -59,10 +62,24 @@ def check_fits(folder: Path, config: Config) -> None:
         indices = [batch.index for batch in state.batches]
         weights = words.get("weights", {"layout": "", "checksums": []})
         whole = isinstance(weights["layout"], str) and isinstance(weights["checksums"], list)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        held = [ticket for holder in (*state.groups, *state.unfinished) for ticket in holder.tickets]
+        held += [rollout.ticket for batch in state.batches for rollout in batch.rollouts]
+        running = sum(work.size for work in state.unfinished)
+        fits = len(held) == len(set(held)) and max(held, default=-1) < state.next_ticket
+        fits &= math.isfinite(words.get("admission_limit", 0.0))
+        ledger = Ledger()
+        ledger.restore(state.ledger)
+        ledger.assert_closed(in_flight=running, waiting=len(held) - running)
+        ledger.close_tokens()
+        known = Difficulty(least=0.0, most=1.0, revisit=1.0, solved_at=1.0, seed=0)
+        known.restore(words.get("difficulty", ()))
+        known.summary()
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{folder}: the orchestrator's state does not fit together: {error!r}") from error
     if any(type(count) is not int or count < 0 for count in counts) or folder.name != f"step_{state.version}":
         raise ValueError(f"{folder}: version, tickets, groups and cursor are {counts}")
+    if not fits:
+        raise ValueError(f"{folder}: tickets {sorted(held)} and a next one of {state.next_ticket} do not fit together")
     if not whole:
         raise ValueError(f"{folder}: its weights were {weights}")
     if sorted(indices) != list(range(state.version, state.version + len(indices))):

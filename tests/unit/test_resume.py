@@ -14,9 +14,16 @@ import pytest
 
 from spmd_rl import batch_log, checkpoint, packing, resume
 from spmd_rl import config as config_module
+from spmd_rl.bounds import age_bound
 from spmd_rl.ledger import Ledger
-from spmd_rl.orchestrator.state import to_json
-from spmd_rl.orchestrator.train_path import PathState
+from spmd_rl.orchestrator.difficulty import Difficulty
+from spmd_rl.orchestrator.dispatcher import Dispatcher
+from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
+from spmd_rl.orchestrator.order import make_order
+from spmd_rl.orchestrator.state import from_json, to_json
+from spmd_rl.orchestrator.train_path import PathState, TrainPath
+from spmd_rl.orchestrator.train_sink import TrainSink
+from spmd_rl.policy import Policy
 from spmd_rl.run_dir import RunDir
 from spmd_rl.types import Batch, Group, GroupWork, Rollout, Task
 from tests.unit.test_checkpoint import mutate
@@ -53,6 +60,10 @@ def state(version: int) -> tuple[dict[str, object], list[Rollout]]:
     )
     work = GroupWork(group_id=7, first_ticket=14, size=2, task=Task(env="e", task_id="t", data={"n": 1}), version=1)
     batch = Batch(index=version, rollouts=[rollout(t) for t in range(8, 12)], advantages=np.tile(advantages, 2))
+    ledger = Ledger()
+    ledger.admit(16)
+    ledger.settle("trained", 8, 24)
+    ledger.waiting_tokens = 18
     path = PathState(
         version=version,
         next_ticket=16,
@@ -60,10 +71,13 @@ def state(version: int) -> tuple[dict[str, object], list[Rollout]]:
         unfinished=[work],
         groups=[group],
         batches=[batch],
-        ledger=Ledger().state(),
+        ledger=ledger.state(),
     )
     words, rollouts = to_json(path)
-    return {"path": words, "cursor": 8, "model": MODEL, "weights": {"layout": "x", "checksums": [1, 2]}}, rollouts
+    return {"path": words, "cursor": 8, "model": MODEL, "weights": {"layout": "x", "checksums": [1, 2]}} | {
+        "difficulty": [("e", "t", 0.5)],
+        "admission_limit": 4.0,
+    }, rollouts
 
 
 def save(run_dir: RunDir, version: int = 2) -> Path:
@@ -202,6 +216,33 @@ def test_whatever_the_state_says_it_is_taken_or_refused_in_a_line(run_dir, confi
         except ValueError as error:
             assert str(folder) in str(error), seed
             assert "\n" not in str(error), seed
+        else:
+            restored(folder)
+
+
+def restored(folder: Path) -> None:
+    """As the orchestrator does it."""
+    words, rollouts = checkpoint.load_orchestrator(folder)
+    path = from_json(words["path"], rollouts)
+    policy = Policy(path.version)
+    gate = Gate(policy, max_staleness=2, batch_size=4, max_concurrent=8)
+    submit = list[GroupWork]().append
+    dispatcher = Dispatcher(tasks=iter(()), gate=gate, policy=policy, submit=submit, group_size=2)
+    sink = TrainSink(
+        batch_size=4,
+        group_size=2,
+        advantages=lambda rewards, usable: rewards,
+        order=make_order("admission"),
+        bound=age_bound(gate="admission", order="admission", max_staleness=2, batch_size=4, group_size=2),
+    )
+    ledger = Ledger()
+    TrainPath(dispatcher=dispatcher, sink=sink, gate=gate, policy=policy, ledger=ledger).restore(path)
+    AdaptiveAdmission(max_staleness=2, batch_size=4, target_idle=0.1).restore(words.get("admission_limit", 4.0))
+    difficulty = Difficulty(least=0.1, most=0.9, revisit=0.1, solved_at=1.0, seed=0)
+    difficulty.restore(words.get("difficulty", ()))
+    difficulty.summary()
+    ledger.close_tokens()
+    ledger.assert_tokens_closed()
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
