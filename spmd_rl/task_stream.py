@@ -46,7 +46,9 @@ class TaskStream:
             try:
                 self._draw()
             except StopIteration:
-                raise ValueError(f"the data ends after {self.cursor} tasks, the checkpoint took {cursor}") from None
+                raise ValueError(
+                    f"cannot resume: the data ends after {self.cursor} tasks, the checkpoint took {cursor}"
+                ) from None
 
     def _draw(self) -> Task:
         while self._weights:

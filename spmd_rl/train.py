@@ -16,14 +16,14 @@ import pkgutil
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from spmd_rl import checkpoint, disk, envs
 from spmd_rl import config as config_module
-from spmd_rl import disk, envs
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine, check_lengths
 from spmd_rl.guard import die_with_parent
@@ -35,6 +35,7 @@ from spmd_rl.orchestration import run_orchestrator
 from spmd_rl.resume import starting_point
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
+from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.world import (
@@ -157,10 +158,11 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         make(model)
     check_lora(config)
     check_lengths(config, world.engine_device)
+    made = {}
     tokenizer, splits = Tokenizer(model, config.model.template), ["train"] + ["eval"] * (config.eval.every >= 0)
     for env_name, env in config.env.items():
-        made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
-        envs.check_tasks(env_name, made, seed=config.run.seed, splits=splits)
+        made[env_name] = envs.load(env.path, tokenizer=tokenizer, args=env.args)
+        envs.check_tasks(env_name, made[env_name], seed=config.run.seed, splits=splits)
     run_dir = RunDir(Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     try:
         run_dir.claim()
@@ -168,6 +170,9 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         if not world.restarted:
             raise
     version, restored = starting_point(run_dir, config, restarted=world.restarted)
+    if restored:
+        words, _ = checkpoint.load_orchestrator(restored)
+        _assert_reaches(config, made, words["cursor"])
     run_dir.create()
     disk.check_room(model, run_dir.path, **config.on_disk)
     run_dir.abandon_after(version if restored else -1)
@@ -182,6 +187,13 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         print(f"warning: {line}")
     sys.stdout.flush()
     return Start(run_dir=run_dir.path, version=version, restored=restored)
+
+
+def _assert_reaches(config: Config, environments: Mapping[str, envs.Environment], cursor: int) -> None:
+    """ValueError where the tasks end before the checkpoint's cursor: data that has shrunk."""
+    sources = {name: lambda env=env: env.tasks(config.run.seed, "train") for name, env in environments.items()}
+    weights = {name: env.weight for name, env in config.env.items()}
+    TaskStream(sources, weights=weights, seed=config.run.seed).skip_to(cursor)
 
 
 def _turn(life: Coroutine[None, None, T], live: Liveness) -> T:
