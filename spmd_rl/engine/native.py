@@ -136,17 +136,17 @@ class NativeEngine:
         return ended
 
     def prepare(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        check_update(tensors, self._specs, self._device)
-        self._prepared = (version, tensors, self._body.prepare(tensors))
+        self._prepared = (version, tensors, self._checked(tensors))
         if self._device.type == "cuda":  # steps are computed on another thread's stream
             torch.cuda.current_stream(self._device).synchronize()
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[0] != version or prepared[1] is not tensors:
-            check_update(tensors, self._specs, self._device)
-            prepared = (version, tensors, self._body.prepare(tensors))
-        self._body.load(prepared[2])
+            weights = self._checked(tensors)
+        else:
+            weights = prepared[2]
+        self._body.load(weights)
         self.version = version
         self._prefixes.clear()
         self._jobs.clear()
@@ -171,6 +171,11 @@ class NativeEngine:
         self._prefixes.clear()
         self._jobs.clear()
         del self._cache, self._body
+
+    def _checked(self, tensors: Mapping[str, Tensor]) -> object:
+        """For the body to load."""
+        check_update(tensors, self._specs, self._device)
+        return self._body.prepare(tensors)
 
     # requests
 
