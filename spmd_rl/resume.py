@@ -43,7 +43,7 @@ def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple
         raise ValueError(
             f"cannot resume: {error} (remove {folder.name} to go on from the checkpoint before)"
         ) from error
-    evaluated = config.eval.every < 0 or (run_dir.evals / f"eval_{version}.json").exists()
+    evaluated = config.eval.every < 0 or run_dir.evaluation(version).exists()
     if version >= config.run.steps and run_dir.model.exists() and evaluated:
         raise ValueError(f"{folder} is at version {version}, run.steps = {config.run.steps}: nothing is left to train")
     return version, folder

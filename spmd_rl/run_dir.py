@@ -69,6 +69,9 @@ class RunDir:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    def evaluation(self, version: int) -> Path:
+        return self.evals / f"eval_{version}.json"
+
     def create(self) -> None:
         """Make the directory and those of it that are written to from the start; weights are published anew."""
         shutil.rmtree(self.weights, ignore_errors=True)

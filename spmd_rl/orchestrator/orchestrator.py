@@ -566,11 +566,11 @@ class Orchestrator:
         self._recorder.write("eval", version, values)
         self._report.evaluated(version, report, rollouts)
         content = {"version": version, **values, "rollouts": eval_texts(rollouts, self._decode)}
-        write_whole(self._run_dir.evals / f"eval_{version}.json", json.dumps(content, indent=1))
+        write_whole(self._run_dir.evaluation(version), json.dumps(content, indent=1))
 
     async def _evaluate_alone(self) -> None:
         """While nothing is trained, once for a version.  Waits for it; being cancelled does not cut it."""
-        if not self._stop.is_set() and not (self._run_dir.evals / f"eval_{self.policy.version}.json").exists():
+        if not self._stop.is_set() and not self._run_dir.evaluation(self.policy.version).exists():
             self._evaluations = [self._later(self._evaluate(self._config.staleness.max_concurrent))]
             await self._evaluations_ended()
 
@@ -597,7 +597,7 @@ class Orchestrator:
         if every <= 0 or version < every:
             return False
         due = range(version // every * every, version + 1)
-        return not any((self._run_dir.evals / f"eval_{v}.json").exists() for v in due)
+        return not any(self._run_dir.evaluation(v).exists() for v in due)
 
     def _snapshot(self) -> tuple[dict[str, object], list[Rollout]]:
         path, rollouts = saved_state.to_json(self.path.snapshot())
