@@ -11,7 +11,7 @@ import gc
 import itertools
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from spmd_rl.stop_signals import StopSignals
 from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
-from spmd_rl.types import GroupWork, Rollout
+from spmd_rl.types import GroupWork, Rollout, Task
 from spmd_rl.weights.disk import folder_of
 from spmd_rl.world import World
 
@@ -134,12 +134,7 @@ async def run_orchestrator(
     orchestrator = Orchestrator(
         config=config,
         run_dir=run_dir,
-        tasks=TaskStream(
-            {name: lambda env=env: env.tasks(seed, "train") for name, env in environments.items()},
-            weights={name: env.weight for name, env in config.env.items()},
-            seed=seed,
-            keep=difficulty.keep,
-        ),
+        tasks=train_tasks(config, environments, difficulty.keep),
         difficulty=difficulty,
         eval_tasks={
             name: list(itertools.islice(env.tasks(seed, "eval"), config.eval.num_tasks))
@@ -235,6 +230,21 @@ async def run_orchestrator(
         paths = {**paths, "trained model": run_dir.model}
     report.say(report.table(end, paths=paths))
     return 0 if status == "done" else signals.code
+
+
+def train_tasks(
+    config: Config,
+    environments: Mapping[str, envs.Environment],
+    keep: Callable[[Task, int], bool] | None = None,  # see `TaskStream`
+) -> TaskStream:
+    """The run's training tasks from the start."""
+    seed = config.run.seed
+    return TaskStream(
+        {name: lambda env=env: env.tasks(seed, "train") for name, env in environments.items()},
+        weights={name: env.weight for name, env in config.env.items()},
+        seed=seed,
+        keep=keep,
+    )
 
 
 def _layout(world: World, config: Config) -> str:

@@ -16,7 +16,7 @@ import pkgutil
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,11 +31,10 @@ from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
 from spmd_rl.make_trainer import check_lora
 from spmd_rl.member import run_member
-from spmd_rl.orchestration import run_orchestrator
+from spmd_rl.orchestration import run_orchestrator, train_tasks
 from spmd_rl.resume import starting_point
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
-from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.world import (
@@ -172,7 +171,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     version, restored = starting_point(run_dir, config, restarted=world.restarted)
     if restored:
         words, _ = checkpoint.load_orchestrator(restored)
-        _assert_reaches(config, made, words["cursor"])
+        train_tasks(config, made).skip_to(words["cursor"])  # ValueError where data has shrunk
     run_dir.create()
     disk.check_room(model, run_dir.path, **config.on_disk)
     run_dir.abandon_after(version if restored else -1)
@@ -187,13 +186,6 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         print(f"warning: {line}")
     sys.stdout.flush()
     return Start(run_dir=run_dir.path, version=version, restored=restored)
-
-
-def _assert_reaches(config: Config, environments: Mapping[str, envs.Environment], cursor: int) -> None:
-    """ValueError where the tasks end before the checkpoint's cursor: data that has shrunk."""
-    sources = {name: lambda env=env: env.tasks(config.run.seed, "train") for name, env in environments.items()}
-    weights = {name: env.weight for name, env in config.env.items()}
-    TaskStream(sources, weights=weights, seed=config.run.seed).skip_to(cursor)
 
 
 def _turn(life: Coroutine[None, None, T], live: Liveness) -> T:

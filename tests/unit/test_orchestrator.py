@@ -90,6 +90,15 @@ class Ranks:
             self._changed.clear()
             await self._changed.wait()
 
+    async def stop_in_evaluation(self, task) -> None:
+        """Ask to stop while it runs: the run waits for its end."""
+        await self.until(lambda: len(self.evaluating) == 3)
+        self.orchestrator.stop()
+        await asyncio.wait({task}, timeout=0.1)
+        assert not task.done()
+        self.end_evaluations()
+        assert await task == "stopped"
+
     def end_evaluations(self) -> None:
         works, self.evaluating = self.evaluating, []
         for work in works:
@@ -179,12 +188,7 @@ def test_a_stop_in_the_first_evaluation_waits_for_it_and_it_is_not_made_again(tm
         ranks = Ranks(tmp_path)
         ranks.hold_evals = True
         async with ranks.running() as task:
-            await ranks.until(lambda: len(ranks.evaluating) == 3)
-            ranks.orchestrator.stop()
-            await asyncio.wait({task}, timeout=0.1)
-            assert not task.done()
-            ranks.end_evaluations()
-            assert await task == "stopped"
+            await ranks.stop_in_evaluation(task)
         assert ranks.lines == [("eval", 0)] and [version for version, _ in ranks.saved] == [0]
         resumed = Ranks(tmp_path)
         resumed.orchestrator.restore(*ranks.state)
@@ -201,12 +205,7 @@ def test_a_stop_in_the_last_evaluation_waits_for_it_for_half_of_its_window(tmp_p
         async with ranks.running() as task:
             await ranks.until(lambda: ranks.count("eval")[0])
             ranks.hold_evals = True
-            await ranks.until(lambda: len(ranks.evaluating) == 3)
-            ranks.orchestrator.stop()
-            await asyncio.wait({task}, timeout=0.1)
-            assert not task.done()
-            ranks.end_evaluations()
-            assert await task == "stopped"
+            await ranks.stop_in_evaluation(task)
         assert ranks.count("eval") == {0: 1, 6: 1} and ranks.exported
 
     asyncio.run(main())

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from spmd_rl import config, train
+from spmd_rl.orchestration import train_tasks
 from spmd_rl.types import Task
 
 
@@ -54,6 +55,6 @@ def test_a_life_ends_though_a_thread_and_a_task_of_the_users_never_do():
 def test_data_that_ends_before_the_checkpoint_does_is_refused_before_anything_is_built():
     tree = {"run": {"steps": 1}, "model": {"path": "m"}, "env": {"e": {"path": "a:b"}}}
     few = SimpleNamespace(tasks=lambda seed, split: iter([Task(env="e", task_id=str(n)) for n in range(3)]))
-    train._assert_reaches(config.from_tree(tree), {"e": few}, 3)
+    train_tasks(config.from_tree(tree), {"e": few}).skip_to(3)
     with pytest.raises(ValueError, match="cannot resume: the data ends after 3 tasks, the checkpoint took 4"):
-        train._assert_reaches(config.from_tree(tree), {"e": few}, 4)
+        train_tasks(config.from_tree(tree), {"e": few}).skip_to(4)
