@@ -65,7 +65,14 @@ def make_receiver(
 ) -> WeightReceiver | AdapterReceiver | DiskReceiver:
     """What gets this rank the weights of every version."""
     if config.weights.mode == "disk":
-        return DiskReceiver(weights=run_dir.weights, device=world.device, deliver=deliver, failed=failed)
+        return DiskReceiver(
+            weights=run_dir.weights,
+            device=world.device,
+            deliver=deliver,
+            failed=failed,
+            sender=world.trainer_ranks[0],
+            rank=world.rank,
+        )
     common = {"specs": specs, "meta_groups": world.wts_meta, "payload_groups": world.wts, "device": world.device}
     common |= {"deliver": deliver, "failed": failed}
     if config.lora.sync == "merged":

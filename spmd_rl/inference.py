@@ -70,7 +70,7 @@ class InferenceRank:
                 cu_seqlens = message.arrays["cu_seqlens"]
                 self._probe = np.split(message.arrays["token_ids"], cu_seqlens[1:-1])
             case Kind.SWAP if isinstance(self._receiver, DiskReceiver):
-                self._receiver.take(message.words["version"])
+                self._receiver.take(message.words["version"], message.words["checksums"])
             case Kind.SWAP:
                 self._may_swap.release()
             case Kind.PIN:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 
 from spmd_rl.config import Config
 from spmd_rl.engine.lockstep import follow
+from spmd_rl.engine.protocol import Engine
 from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.liveness import Liveness
 from spmd_rl.run_dir import RunDir
@@ -26,7 +28,6 @@ def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, si
     live.progress("building the engine")
     engine, specs = build_engine(config, device=world.device, group=world.engine_group)
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
-    inbox = Inbox(peer=0, group=world.ctl, deliver=lambda message: None, failed=live.lost)  # nothing comes but STOP
     signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
     arrived: queue.Queue[Received] = queue.Queue()
 
@@ -40,18 +41,17 @@ def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, si
     )
     receiver.start()
 
+    def told(message: Message) -> None:
+        if message.kind == Kind.SWAP and isinstance(receiver, DiskReceiver):  # else the leader's plan says when
+            receiver.take(message.words["version"], message.words["checksums"])
+
+    inbox = Inbox(peer=0, group=world.ctl, deliver=told, failed=live.lost)
+
     def load(version: int) -> None:
         live.progress(f"waiting for weights {version}")
-        if isinstance(receiver, DiskReceiver):
-            receiver.take(version)
-        received = arrived.get()
-        if received.version != version:
-            raise RuntimeError(f"the leader's plan says weights {version}, {received.version} arrived")
-        start = time.perf_counter()
-        engine.load_weights(received.tensors, version)
+        loaded = swap(engine, version, arrived.get)
         receiver.release(version)
-        words = {"version": version, "checksums": received.checksums, "receive_s": received.receive_s}
-        outbox.put(Message(Kind.LOADED, {**words, "pause_s": time.perf_counter() - start}))
+        outbox.put(loaded)
 
     follow(engine=engine, group=world.engine_group, load=load, progress=live.progress)
     live.progress("ending")
@@ -59,3 +59,19 @@ def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, si
     inbox.join(timeout_s=config.run.shutdown_s)
     outbox.put(Message(Kind.STOP))
     outbox.close(timeout_s=config.run.shutdown_s)
+
+
+def swap(
+    engine: Engine, version: int, arrived: Callable[[], Received], clock: Callable[[], float] = time.perf_counter
+) -> Message:
+    """To the weights that arrive next, which must be of this version; what rank 0 is told of it.
+
+    The engine stands still while it waits for them.
+    """
+    start = clock()
+    received = arrived()
+    if received.version != version:
+        raise RuntimeError(f"the leader's plan says weights {version}, {received.version} arrived")
+    engine.load_weights(received.tensors, version)
+    words = {"version": version, "checksums": received.checksums, "receive_s": received.receive_s}
+    return Message(Kind.LOADED, {**words, "pause_s": clock() - start})

@@ -34,10 +34,7 @@ from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import GroupWork, Rollout, Task
-from spmd_rl.weights.disk import folder_of
 from spmd_rl.world import World
-
-POLL_S = 0.1  # between two looks for weights on disk
 
 
 async def run_orchestrator(
@@ -86,10 +83,6 @@ async def run_orchestrator(
         for rank in (*world.topology.engine_leaders, *world.trainer_ranks):
             send(rank, Message(Kind.PROBE, {}, arrays))
 
-    async def written(version: int) -> None:
-        while not folder_of(run_dir.weights, version).exists():
-            await asyncio.sleep(POLL_S)
-
     def cancel(rank: int, work: GroupWork) -> None:
         words = {"tickets": [work.tickets.start, work.tickets.stop], "purpose": work.purpose}
         send(rank, Message(Kind.CANCEL, words))
@@ -106,8 +99,7 @@ async def run_orchestrator(
         cancel=cancel,
         senders=world.trainer_ranks[:1] if config.weights.mode == "disk" else world.sender_ranks,
         layout=_layout(world, config),
-        written=written,
-        swap=lambda version: to_all(world.topology.engine_leaders, Kind.SWAP, version=version),
+        swap=lambda version, sums: to_all(world.engine_ranks, Kind.SWAP, version=version, checksums=sums),
         stats=lambda number: to_all(world.topology.engine_leaders, Kind.STATS, number=number),
         pin=lambda number, upto: to_all(world.topology.engine_leaders, Kind.PIN, number=number, upto=upto),
         batch=ship,

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,8 @@ class Links:
     cancel: Callable[[int, GroupWork], None]
     senders: tuple[int, ...]  # trainer ranks that send weights
     layout: str  # of weights on the wire: under equal ones equal checksums mean equal weights; "": never
-    swap: Callable[[int], None]  # have the engines take this version, where they wait for the word
-    written: Callable[[int], Awaitable[None]]  # waits until the weights of a version are on disk
+    swap: Callable[[int, Sequence[int]], None]  # have engines that wait for the word take this version, of these
+    # checksums (none where they come with the weights)
     stats: Callable[[int], None]  # have every engine answer with its counters, under this number
     pin: Callable[[int, int | None], None]  # (number, version): hold swaps above it; None: swap again
     batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
@@ -270,7 +270,6 @@ class Orchestrator:
 
     async def run(self) -> str:
         """Until the last version is trained ("done") or `stop` ("stopped").  Raises when a promise is broken."""
-        await self._let_take(self.policy.version)
         await self._taken(self.policy.version)
         if self._saved_weights is not None:
             self._assert_restored(self._saved_weights)
@@ -468,7 +467,6 @@ class Orchestrator:
         """Waits until every engine has verified and swapped the version."""
         if self._config.staleness.on_update == "drain":
             await self.gate.idle(self._config.rollout.group_size)
-        await self._let_take(version)
         start = self._clock()
         sends, loads = await self._taken(version)
         norm = math.hypot(*(send.update_norm for send in sends))
@@ -492,24 +490,26 @@ class Orchestrator:
             by_rank = dict(zip(self._links.holders, loads, strict=True))
             values |= {f"engine/rank{rank}/pause_s": by_rank[rank].pause_s for rank in self._links.engines}
 
-    async def _let_take(self, version: int) -> None:
-        """Tell engines to take a version, where they wait for that.  Waits for its folder, where it comes by disk."""
-        first = version == self._first_version
-        by_disk = self._config.weights.mode == "disk"
-        if by_disk:
-            await self._links.written(version)
-        if by_disk or (self._config.staleness.on_update == "drain" and not first):
-            self._links.swap(version)
-
     async def _taken(self, version: int) -> tuple[list[Sent], list[Loaded]]:
-        """Waits until all trainers have sent a version and all engines have swapped to those very bytes."""
-        loads, sends = await self._loads.all(version), await self._sends.all(version)
+        """Waits until all trainers have sent a version and all engines have swapped to those very bytes.
+
+        Engines are told to take it where they wait for that: by disk when it is written, with `drain` but at the start.
+        """
+        sends: list[Sent] = []
+        if self._config.weights.mode == "disk":
+            sends = await self._sends.all(version)
+            self._links.swap(version, sends[0].checksums)
+        elif self._config.staleness.on_update == "drain" and version != self._first_version:
+            self._links.swap(version, ())
+        loads = await self._loads.all(version)
+        sends = sends or await self._sends.all(version)
         sent = tuple(itertools.chain.from_iterable(send.checksums for send in sends))
-        if any(load.checksums != sent for load in loads):
-            raise RuntimeError(
-                f"engines do not hold the weights of version {version} that were sent: checksums {sent} and "
-                f"{[load.checksums for load in loads]}"
-            )
+        for rank, load in zip(self._links.holders, loads, strict=True):
+            if load.checksums != sent:
+                raise RuntimeError(
+                    f"rank {rank} does not hold the weights of version {version} that were sent: "
+                    f"{_difference(load.checksums, sent)}"
+                )
         self._weights = {"layout": self._links.layout, "checksums": list(sent)}
         return sends, loads
 
@@ -652,6 +652,14 @@ def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         sequences.append(rollout.context)
         num_scored += len(rollout.context) - 1
     return sequences
+
+
+def _difference(held: Sequence[int], sent: Sequence[int]) -> str:
+    """Of checksums, where they first differ."""
+    for place, (ours, theirs) in enumerate(zip(held, sent, strict=False)):
+        if ours != theirs:
+            return f"checksum {place} of {len(sent)} is {ours:#x}, the trainers' is {theirs:#x}"
+    return f"it has {len(held)} checksums, the trainers' are {len(sent)}"
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -28,8 +28,8 @@ SUMS = "SHA256SUMS"
 
 def export(
     parameters: Mapping[str, Tensor], ranks: TrainerRanks, *, folder: Path, source: Path, dtype: torch.dtype | None
-) -> None:
-    """Write `folder`, complete or not at all; returns on every rank when it is there.
+) -> dict[str, Tensor]:
+    """Write `folder`, complete or not at all; returns on every rank when it is there, with the tensors on the first.
 
     All files of `source` but its weights come along: configs, tokenizer, chat template; SHA256SUMS is of all files, for
     readers on the far side of a file system or network (`sha256sum -c SHA256SUMS`).  dtype None keeps the precision
@@ -39,6 +39,7 @@ def export(
     if tensors:
         _write(tensors, Path(folder), Path(source))
     ranks.barrier()
+    return tensors
 
 
 def export_adapter(

@@ -381,10 +381,10 @@ class Trainer:
                 value.copy_(state["optimizer"][name][key])
         self.num_steps = int(state["num_steps"])
 
-    def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
-        """Write an ordinary Hugging Face folder, with config and tokenizer from `source`."""
+    def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Write an ordinary Hugging Face folder, with config and tokenizer from `source`; its tensors, see `export`."""
         self.models.refresh()
-        export(self.models.named_parameters(), self.ranks, folder=folder, source=source, dtype=dtype)
+        return export(self.models.named_parameters(), self.ranks, folder=folder, source=source, dtype=dtype)
 
     def export_adapter(self, folder: Path, source: Path) -> None:
         """Write what LoRA added to the model in `source` as a PEFT folder."""

@@ -30,8 +30,10 @@ from spmd_rl.weights.wire import (
     Header,
     Received,
     bucket_checksum,
+    bucket_name,
     check_sums,
     read_header,
+    read_trailer,
 )
 
 
@@ -257,7 +259,7 @@ class WeightReceiver:
         received = torch.stack(list(sums)).tolist()
         trailer = torch.empty(2 + len(received), dtype=torch.int64)
         dist.broadcast(trailer, sender, group=self._meta_groups[sender])
-        check_sums(
-            trailer, received, layout=self._placements[sender].shard, version=version, sender=sender, rank=self._rank
-        )
+        sent = read_trailer(trailer, version=version, sender=sender)
+        name = partial(bucket_name, self._placements[sender].shard)
+        check_sums(sent, received, name=name, version=version, sender=sender, rank=self._rank)
         return received

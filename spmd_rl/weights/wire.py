@@ -91,26 +91,39 @@ def read_header(words: Tensor, *, layout: Layout, manifest_hash: int, sender: in
     return header
 
 
+def read_trailer(words: Tensor, *, version: int, sender: int) -> list[int]:
+    """Its checksums; RuntimeError for a trailer of another version."""
+    magic, trailer_version, *sent = words.tolist()
+    if (magic, trailer_version) != (MAGIC, version):
+        raise RuntimeError(f"weights of version {version} from rank {sender} end with version {trailer_version}")
+    return sent
+
+
 def check_sums(
-    words: Tensor,  # the trailer
-    received: Sequence[int],  # this side's checksum of each bucket
+    sent: Sequence[int],
+    received: Sequence[int],  # this side's
     *,
-    layout: Layout,
+    name: Callable[[int], str],  # of what the checksum at this place is of
     version: int,
     sender: int,
     rank: int,
 ) -> None:
-    """RuntimeError that names the tensors, ranks and both sums of a bucket that is not what was sent."""
-    magic, trailer_version, *sent = words.tolist()
-    if (magic, trailer_version) != (MAGIC, version):
-        raise RuntimeError(f"weights of version {version} from rank {sender} end with version {trailer_version}")
-    for bucket, (theirs, ours) in enumerate(zip(sent, received, strict=True)):
+    """RuntimeError that names tensors, ranks and both sums where what came is not what was sent."""
+    if len(sent) != len(received):
+        raise RuntimeError(
+            f"weights of version {version}: rank {sender} sent {len(sent)} checksums, rank {rank} has {len(received)}"
+        )
+    for place, (theirs, ours) in enumerate(zip(sent, received, strict=True)):
         if theirs != ours:
             raise RuntimeError(
                 f"weights of version {version} from rank {sender} were damaged on the way to rank {rank}: "
-                f"bucket {bucket} with {_shorten(layout.names(bucket))} has checksum {ours:#x}, the "
-                f"sender computed {theirs:#x}"
+                f"{name(place)} has checksum {ours:#x}, the sender computed {theirs:#x}"
             )
+
+
+def bucket_name(layout: Layout, bucket: int) -> str:
+    """With the tensors that it holds bytes of."""
+    return f"bucket {bucket} with {_shorten(layout.names(bucket))}"
 
 
 def bucket_checksum(data: Tensor, *, first: bool) -> Tensor:

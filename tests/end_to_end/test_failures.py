@@ -4,6 +4,7 @@ import signal
 import time
 
 import pytest
+from safetensors import safe_open
 
 from spmd_rl import checkpoint
 from tests.end_to_end.live_jobs import LiveJob, steps, summary
@@ -166,3 +167,23 @@ def test_an_episode_that_hangs_ends_the_run_within_the_stall_timeout(tmp_path, h
         assert job.wait(limit_s=GONE_S) == 1
         assert "waits" in job.output or "no sign of life" in job.output or "stuck" in job.output
         assert "failing_env" in (tmp_path / "stacks-rank0.txt").read_text() or how == "wait"
+
+
+@pytest.mark.full
+def test_weights_that_are_damaged_on_disk_end_the_run_before_an_engine_has_them(tmp_path):
+    """Half of what version 0 may start waits for version 1 and damages it; that is taken once all have ended."""
+    file = tmp_path / "weights" / "step_1" / "model.safetensors"
+    few = ["rollout.batch_size=16", "staleness.max_staleness=1", "staleness.max_concurrent=48", "eval.every=-1"]
+    damaging = [
+        "env.fraction.path=tests.end_to_end.damaging:Damaging",
+        f'env.fraction.args={{file="{file}", free=16}}',
+    ]
+    with LiveJob(tmp_path, *few, *damaging, "weights.mode=disk", "staleness.on_update=drain") as job:
+        job.wait_for("run failed")
+        assert_failed(
+            job, tmp_path, 0, "inference", "weights of version 1 from rank 1 were damaged on the way to rank 0"
+        )
+    assert f"reading {file}" in job.output
+    with safe_open(tmp_path / "weights" / "step_0" / "model.safetensors", "pt") as weights:
+        assert any(f"{name} has checksum " in summary(tmp_path)["error"] for name in weights.keys())  # noqa: SIM118
+    assert summary(tmp_path)["version"] == 0

@@ -5,6 +5,8 @@ import json
 from collections import Counter
 from contextlib import asynccontextmanager
 
+import pytest
+
 from spmd_rl import config as config_module
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator, Sent
@@ -13,7 +15,7 @@ from spmd_rl.run_dir import RunDir
 from spmd_rl.task_stream import TaskStream
 from tests import fakes
 
-ENGINE, TRAINER = 0, 1
+ENGINE, TRAINER, MEMBER = 0, 1, 2
 STEP = {"wait_s": 0.0, "step_s": 1.0, "hold_s": 0.0, "grad_norm": 1.0, "learning_rate": 1.0}
 STEP |= {"tokens": 8, "tokens_per_s": 8.0}
 COUNTERS = ("busy_s", "running", "waiting", "kv_used", "version", "swaps", "pause_s")
@@ -29,6 +31,8 @@ class Ranks:
         self.evaluating: list = []  # works of evaluations in flight
         self.hold_evals = False
         self.exported: bool | None = None
+        self.told: list = []  # versions that the engine may take, and their checksums
+        self.held = {ENGINE: (1, 2), MEMBER: (1, 2)}  # checksums of what an engine's ranks take; (1, 2) are sent
         self._tokens, self._changed = 0, asyncio.Event()
         self.version = version
         tree = {"run": {"steps": steps, "metrics_interval_s": 1000.0, "shutdown_s": shutdown_s}, "model": {"path": "x"}}
@@ -45,14 +49,13 @@ class Ranks:
             eval_tasks={"fake": list(fakes.tasks(3))},
             links=Links(
                 engines=(ENGINE,),
-                holders=(ENGINE,),
+                holders=(ENGINE, MEMBER),
                 trainers=(TRAINER,),
                 senders=(TRAINER,),
                 layout="",
                 work=self._work,
                 cancel=lambda rank, work: None,
-                swap=lambda version: None,
-                written=lambda version: asyncio.sleep(0),
+                swap=lambda version, checksums: self.told.append((version, checksums)),
                 stats=lambda number: self._soon(self._count, number),
                 pin=lambda number, upto: self._soon(self.orchestrator.pin.answered, number, ENGINE, self.version, 0.0),
                 batch=lambda index, packed, save: self._soon(self._train, index + 1, save),
@@ -139,8 +142,10 @@ class Ranks:
             self.orchestrator.saved(TRAINER, version, final=False)
 
     def _publish(self) -> None:
-        self.orchestrator.sent(TRAINER, self.version, Sent(checksums=(1,), sent_bytes=1, send_s=0.0, update_norm=1.0))
-        self.orchestrator.loaded(ENGINE, self.version, Loaded(checksums=(1,), receive_s=0.0, pause_s=0.0))
+        sent = Sent(checksums=(1, 2), sent_bytes=1, send_s=0.0, update_norm=1.0)
+        self.orchestrator.sent(TRAINER, self.version, sent)
+        for rank, checksums in self.held.items():
+            self.orchestrator.loaded(rank, self.version, Loaded(checksums=checksums, receive_s=0.0, pause_s=0.0))
 
     def _complete(self, version, words, rollouts) -> None:
         self.saved.append((version, list(self.lines)))
@@ -227,5 +232,34 @@ def test_a_last_evaluation_that_was_cut_is_made_by_a_resume(tmp_path):
         async with resumed.running() as task:
             assert await task == "done"
         assert resumed.lines == [("eval", 6), ("interval", 6)] and resumed.exported
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("held", "difference"),
+    [((1, 18), "checksum 1 of 2 is 0x12, the trainers' is 0x2"), ((1,), "it has 1 checksums, the trainers' are 2")],
+)
+def test_a_rank_that_holds_other_weights_than_were_sent_ends_the_run_by_name(tmp_path, held, difference):
+    async def main():
+        ranks = Ranks(tmp_path, eval={"every": -1})
+        async with ranks.running() as task:
+            ranks.held[MEMBER] = held  # from version 1 on
+            with pytest.raises(
+                RuntimeError, match="rank 2 does not hold the weights of version 1 that were sent"
+            ) as seen:
+                await task
+        assert difference in str(seen.value)
+        assert ranks.orchestrator.policy.version == 0 and not ranks.exported
+
+    asyncio.run(main())
+
+
+def test_engines_are_told_of_weights_on_disk_with_the_checksums_of_the_trainers(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, steps=2, weights={"mode": "disk"}, eval={"every": -1})
+        async with ranks.running() as task:
+            assert await task == "done"
+        assert ranks.told == [(version, (1, 2)) for version in (0, 1, 2)]
 
     asyncio.run(main())
