@@ -100,11 +100,12 @@ class Cache:
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        max_rows: int,  # sequences that have a row at a time
         budget: int,  # tokens for which keys and values may be held
     ) -> None:
         self.shape = shape  # layers, H_kv, D
         self.dtype, self.device = dtype, device
-        self._budget = budget
+        self._max_rows, self._budget = max_rows, budget
         self._slabs: dict[int, Slab] = {}
         self._prefixes: WeakSet[Prefix] = WeakSet()  # that hold any
 
@@ -161,7 +162,8 @@ class Cache:
         slab = self._slabs[capacity]
         used = len(slab.sequences)
         if used == slab.num_rows:
-            more = max(used, 1) if self._fits(max(used, 1) * capacity) else 1
+            more = min(max(used, 1), self._max_rows - used)
+            more = more if self._fits(more * capacity) else 1
             self._fit(more * capacity)
             slab.resize(used + more)
         return slab

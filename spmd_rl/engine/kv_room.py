@@ -1,8 +1,9 @@
 """How the memory for keys and values is shared out, so that they never need more than there is.
 
-A running request is sure of the longest row that it may come to need; others wait.  Beside the rows there is room for
-prompts that are kept and for those that one step computes, which it holds twice until their rows are filled.  Not
-counted is one layer of the rows of one size, of which there are two while their number changes.
+A running request is sure of the longest row that it may come to need; others wait.  What is computed for it before it
+has a row lies within that, and so does what it shares with others that have none yet.  Beside that there is room for
+finished prompts that are kept, and for one sequence held twice: while its row is filled, or it moves to a longer one.
+Not counted is one layer of the rows of one size, of which there are two while their number changes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from spmd_rl.engine.cache import Cache
 from spmd_rl.model import kv_shape
 
 KEPT_PROMPTS = 4096  # tokens of finished prompts that are kept for members of a group that come later
-PREFILL_BUDGET = 512  # prompt tokens computed per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,11 @@ class KvRoom:
         dtype: torch.dtype,
         num_bytes: int,  # 0: no bound
         max_seq_len: int,
-        prefill_budget: int = PREFILL_BUDGET,
     ) -> KvRoom:
         """ValueError if not one request of max_seq_len fits."""
         total = num_bytes // (2 * math.prod(kv_shape(config)) * dtype.itemsize) if num_bytes else 1 << 62
         kept = min(KEPT_PROMPTS, max_seq_len) if num_bytes else KEPT_PROMPTS
-        # one prompt whose last chunk a step computes, one whose first chunk, and those between
-        rows = total - kept - 2 * max_seq_len - prefill_budget
+        rows = total - kept - max_seq_len
         if rows < (row := Cache.capacity(max_seq_len)):
             raise ValueError(
                 f"a KV cache of {num_bytes / 2**20:.1f} MiB holds {total} tokens, a request of max_seq_len = "

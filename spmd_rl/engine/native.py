@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spmd_rl.attention import Segments
 from spmd_rl.engine.body import Body, Modules
 from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab
-from spmd_rl.engine.kv_room import PREFILL_BUDGET, KvRoom
+from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.sampling import Uniforms, check_request, sample
 from spmd_rl.engine.step_attention import StepAttention
@@ -42,7 +42,7 @@ class NativeEngine:
         device: torch.device,
         max_slots: int = 32,  # sequences computed at a time
         max_seq_len: int = 4096,  # prompt and completion, in tokens
-        prefill_budget: int = PREFILL_BUDGET,  # prompt tokens computed per step
+        prefill_budget: int = 512,  # prompt tokens computed per step
         kv_on_update: str = "recompute",  # "recompute" | "keep"
         kv_cache_bytes: int = 0,  # for all keys and values; requests wait for room; 0: no bound but max_slots
         deterministic: bool = False,  # each sequence alone: bit-equal whatever else runs
@@ -69,20 +69,18 @@ class NativeEngine:
         short = functional and LlamaBody.fits(model)
         one_row = deterministic or max_slots == 1
         self._body: Body = LlamaBody(model, max_seq_len, device, one_row=one_row) if short else Modules(model)
-        self._room = KvRoom.of(
-            config,
-            dtype=model.dtype,
-            num_bytes=kv_cache_bytes,
-            max_seq_len=max_seq_len,
-            prefill_budget=prefill_budget,
+        self._room = KvRoom.of(config, dtype=model.dtype, num_bytes=kv_cache_bytes, max_seq_len=max_seq_len)
+        self._cache = Cache(
+            shape=kv_shape(config), dtype=model.dtype, device=device, max_rows=max_slots, budget=self._room.total
         )
-        self._cache = Cache(shape=kv_shape(config), dtype=model.dtype, device=device, budget=self._room.total)
         self._no_rows = torch.empty(0, config.hidden_size, dtype=model.dtype, device=device)
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: dict[int, Sequence] = {}
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by prompt; all under the loaded weights
         self._jobs: deque[Prefix] = deque()  # not yet complete, in order of service
-        self._ready: list[Prefix] = []  # complete in this step, or cached: what waits for them starts in this step
+        self._ready: deque[Prefix] = (
+            deque()
+        )  # complete in this step, or cached: what waits for them starts in this step
         self._cancelled: list[int] = []
         self._prepared: tuple[int, Mapping[str, Tensor], object] | None = None
 
@@ -127,12 +125,9 @@ class NativeEngine:
             for sequence in list(slab.sequences):
                 self._cache.make_room(sequence)
         decoding = [s for slab in self._cache.slabs() for s in slab.sequences]
-        chunks = self._next_chunks()
-        hidden = self._forward(self._cache.slabs(), chunks)  # [len(decoding), d]
+        hidden = self._forward(self._cache.slabs(), self._next_chunks())  # [len(decoding), d]
         ended += self._sample(decoding, hidden)
         self.num_steps += 1
-        if chunks:
-            self._trim_prefixes()
         return ended
 
     def prepare(self, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -293,13 +288,14 @@ class NativeEngine:
             if end == len(prefix.tokens):
                 prefix.last_hidden = hidden[row - 1].clone()
                 self._jobs.remove(prefix)
+                self._trim_prefixes()
                 if prefix.waiting:  # the shared part of recomputed sequences has none
                     self._ready.append(prefix)
         return hidden[:num_decoding]
 
     def _sample(self, decoding: list[Sequence], hidden: Tensor) -> list[tuple[int, Completion]]:
         """One token for every decoding sequence and for every sequence that starts from a complete prefix."""
-        ready, self._ready = self._ready, []
+        ready, self._ready = self._ready, deque()
         sequences = decoding + [s for p in ready for s in p.waiting]
         if not sequences:
             return []
@@ -319,22 +315,30 @@ class NativeEngine:
         else:
             tokens, logprobs = sample(logits, samplings, uniforms)
         self.num_generated_tokens += len(sequences)
-        origin = [None] * len(decoding) + [p for p in ready for _ in p.waiting]
-        for prefix in ready:
-            prefix.waiting = []
+        results = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         ended = []
-        for sequence, prefix, token, logprob in zip(sequences, origin, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(self.version)
-            reason = _reason(sequence)
-            if reason:
-                self._cache.remove(sequence)
-                del self._running[sequence.request_id]
-                ended.append((sequence.request_id, _completion(sequence, reason)))
-            elif prefix is not None:
-                self._cache.start(sequence, prefix)
+        for sequence in decoding:
+            ended += self._append(sequence, *next(results))
+        while ready:
+            prefix = ready.popleft()  # its memory is free before the next one's rows are filled
+            for sequence in prefix.waiting:
+                ended += self._append(sequence, *next(results))
+                if sequence.request_id in self._running:
+                    self._cache.start(sequence, prefix)
+            prefix.waiting = []
         return ended
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> list[tuple[int, Completion]]:
+        """Its completion, if that was its last token."""
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        sequence.versions.append(self.version)
+        reason = _reason(sequence)
+        if not reason:
+            return []
+        self._cache.remove(sequence)
+        del self._running[sequence.request_id]
+        return [(sequence.request_id, _completion(sequence, reason))]
 
 
 def _largest_row(sequence: Sequence) -> int:

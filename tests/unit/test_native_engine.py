@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.engine.native import NativeEngine
@@ -370,47 +370,69 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Weights]:
     return folder, _weights(folder)
 
 
-def _small_engine(small: tuple[Path, Weights], num_tokens: int, **options: bool) -> NativeEngine:
-    """With memory for so many tokens; a request of 60 needs 252: a row of 64, and 3 · 60 + 8 beside rows."""
-    room = {"max_seq_len": 60, "prefill_budget": 8, "kv_cache_bytes": num_tokens * TOKEN_BYTES}
-    return _engine(*small, **room, **options)
+def _small_engine(small: tuple[Path, Weights], num_tokens: int, **options: object) -> NativeEngine:
+    """With memory for so many tokens; a request of 60 needs 184: a row of 64, and 2 · 60 beside rows."""
+    return _engine(
+        *small, **{"max_seq_len": 60, "prefill_budget": 8, "kv_cache_bytes": num_tokens * TOKEN_BYTES} | options
+    )
 
 
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values of 3 layers, 2 heads of 8 floats
 
 
 @given(
-    num_tokens=st.integers(252, 600),
-    requests=st.lists(st.tuples(st.integers(1, 20), st.integers(20, 40), st.integers(0, 9)), min_size=1, max_size=12),
-    swap_at=st.integers(0, 20),
+    num_tokens=st.integers(184, 1500),
+    groups=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 9), st.integers(1, 8)), min_size=1, max_size=6
+    ),
+    swap_at=st.integers(0, 12),
+    prefill_budget=st.sampled_from([8, 60, 256]),
     deterministic=st.booleans(),
 )
-@settings(max_examples=15)
+@example(  # once they have sampled 3 tokens, all are computed anew in two steps
+    num_tokens=16 * 64 + 120,
+    groups=[(40, 20, 0, 8), (39, 20, 0, 8)],
+    swap_at=2,
+    prefill_budget=256,
+    deterministic=False,
+)
+@settings(max_examples=20)
 def test_keys_and_values_never_exceed_their_memory_and_every_request_is_served(
     small: tuple[Path, Weights],
     num_tokens: int,
-    requests: list[tuple[int, int, int]],
+    groups: list[tuple[int, int, int, int]],
     swap_at: int,
+    prefill_budget: int,
     deterministic: bool,
 ) -> None:
-    """Requests: length of the prompt, new tokens, step at which it comes; equal lengths are equal prompts."""
-    engine = _small_engine(small, num_tokens, deterministic=deterministic)
+    """Groups: length of the prompt, new tokens, step at which it comes, members; equal lengths are equal prompts."""
+    requests = [group for group in groups for _ in range(group[3])]
+    engine = _small_engine(small, num_tokens, prefill_budget=prefill_budget, deterministic=deterministic)
     done: dict[int, Completion] = {}
     for step in range(10_000):
-        for i, (length, max_tokens, at) in enumerate(requests):
+        for i, (length, max_tokens, at, _) in enumerate(requests):
             if at == step:
                 engine.submit(i, _prompt(length), Sampling(max_tokens=max_tokens, seed=i))
-        done.update(engine.step())
+        done.update(engine.step())  # asserts it for whatever it holds in between
         assert engine._cache.num_tokens <= num_tokens
         if step == swap_at:
             engine.load_weights(small[1], 1)
         if step > 9 and not engine.num_running and not engine.num_waiting:
             break
-    assert {i: len(c.token_ids) for i, c in done.items()} == {i: n for i, (_, n, _) in enumerate(requests)}
+    assert {i: len(c.token_ids) for i, c in done.items()} == {i: n for i, (_, n, _, _) in enumerate(requests)}
+
+
+def test_no_more_rows_are_held_than_there_are_slots(small: tuple[Path, Weights]) -> None:
+    engine = _engine(*small, max_slots=5)
+    for i in range(6):
+        engine.submit(i, _prompt(10 + i), Sampling(max_tokens=20))
+    engine.step()
+    assert [slab.num_rows for slab in engine._cache.slabs()] == [5]
+    assert len(_run(engine)) == 6
 
 
 def test_requests_wait_for_memory_though_slots_are_free(small: tuple[Path, Weights]) -> None:
-    engine = _small_engine(small, 252 + 2 * 64)
+    engine = _small_engine(small, 184 + 2 * 64)
     for i in range(5):
         engine.submit(i, _prompt(5 + i), Sampling(max_tokens=6))
     engine.step()
@@ -419,9 +441,9 @@ def test_requests_wait_for_memory_though_slots_are_free(small: tuple[Path, Weigh
 
 
 def test_memory_in_which_not_even_one_request_fits_is_refused(small: tuple[Path, Weights]) -> None:
-    with pytest.raises(ValueError, match=r"holds 251 tokens, a request of max_seq_len = 60 needs room for 252"):
-        _small_engine(small, 251)
-    assert _small_engine(small, 252).num_running == 0
+    with pytest.raises(ValueError, match=r"holds 183 tokens, a request of max_seq_len = 60 needs room for 184"):
+        _small_engine(small, 183)
+    assert _small_engine(small, 184).num_running == 0
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
