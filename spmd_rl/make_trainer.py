@@ -85,10 +85,10 @@ def make_lora(config: Config) -> Lora | None:
     return Lora(rank=rank, alpha=alpha, targets=targets) if rank else None
 
 
-def check_lora(config: Config) -> None:
-    """ValueError for lora.targets that the model does not have."""
+def check_model(config: Config) -> None:
+    """ValueError for a model that cannot be trained here, and for lora.targets that it does not have."""
+    model = build(config.model.path, device="cpu", dtype=torch.float32, weights=False)
     if config.lora.rank:
-        model = build(config.model.path, device="cpu", dtype=torch.float32, weights=False)
         check_targets(model, config.lora.targets)
 
 

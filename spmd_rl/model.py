@@ -76,6 +76,9 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
         _fill_buffers(model, device)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(f"{folder}: a head with a bias is not supported")
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if buffers := [name for name in model.state_dict() if name not in parameters]:  # no optimizer, no engine has them
+        raise ValueError(f"{folder}: weights that are no parameters are not supported: {', '.join(buffers[:3])}")
     return model.eval()
 
 

@@ -29,7 +29,7 @@ from spmd_rl.engines import check_engine, check_lengths
 from spmd_rl.guard import die_with_parent
 from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
-from spmd_rl.make_trainer import check_lora
+from spmd_rl.make_trainer import check_model
 from spmd_rl.member import run_member
 from spmd_rl.orchestration import run_orchestrator, train_tasks
 from spmd_rl.resume import starting_point
@@ -155,7 +155,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"model.make = {config.model.make!r}: {error}") from error
         make(model)
-    check_lora(config)
+    check_model(config)
     check_lengths(config, world.engine_device)
     made = {}
     tokenizer, splits = Tokenizer(model, config.model.template), ["train"] + ["eval"] * (config.eval.every >= 0)

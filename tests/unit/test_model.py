@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import Gemma2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Glm4MoeConfig
 
+from spmd_rl import config
 from spmd_rl.logprobs import token_logprobs
+from spmd_rl.make_trainer import check_model
 from spmd_rl.model import build, head_weight, hidden_states, load_config
-from tests.unit.families import CONFIGS, VOCAB, load, save
+from tests.unit.families import CONFIGS, SHAPE, VOCAB, load, save
 
 CU = [0, 1, 8, 21, 22]
 
@@ -122,6 +124,17 @@ def test_what_the_head_would_compute_wrongly_is_refused_by_name(tmp_path: Path) 
     Gemma2Config(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="final_logit_softcapping"):
         load_config(tmp_path)
+
+
+def test_weights_that_no_update_would_carry_are_refused_by_name(tmp_path: Path) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
+    AutoModelForCausalLM.from_config(Glm4MoeConfig(**(SHAPE | experts), head_dim=8)).save_pretrained(tmp_path)
+    for weights in (True, False):
+        with pytest.raises(ValueError, match=r"no parameters are not supported: model.layers.0.mlp.gate.e_score_corr"):
+            build(tmp_path, device="cpu", dtype=torch.float32, weights=weights)
+    root = Path(__file__).parents[2]
+    with pytest.raises(ValueError, match="are no parameters"):  # before a run begins
+        check_model(config.load(root / "configs" / "tiny_cpu.toml", [f"model.path={tmp_path}"]))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
