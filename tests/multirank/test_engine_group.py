@@ -10,6 +10,7 @@ import torch.distributed as dist
 from spmd_rl.engine.default_group import as_default_group
 from spmd_rl.engine.lockstep import Leader, follow
 from spmd_rl.engine.native import NativeEngine
+from spmd_rl.engine.vllm import _common_name
 from spmd_rl.model import build
 from spmd_rl.tiny_model import random_model, write_model
 from spmd_rl.types import Sampling
@@ -38,6 +39,16 @@ def lends_the_group(rank: int) -> tuple[int, int, str, int]:
 
 def test_a_lent_group_is_the_whole_world_until_it_is_given_back():
     assert run_ranks(lends_the_group, 3) == [(-1, -1, "", 6), (0, 6, "07", 6), (1, 6, "17", 6)]
+
+
+def names_of_two_engines(rank: int) -> str:
+    first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
+    return _common_name(first if rank < 2 else second)
+
+
+def test_engines_share_memory_under_names_of_their_own():
+    names = run_ranks(names_of_two_engines, 4)
+    assert names[0] == names[1] != names[2] == names[3]
 
 
 def engine_of_version(folder: str, version: int) -> tuple[NativeEngine, dict[str, torch.Tensor]]:

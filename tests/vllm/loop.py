@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +57,14 @@ def logprobs_of(model: torch.nn.Module, rollout: Rollout) -> np.ndarray:
     return np.concatenate([[0.0], logprobs.gather(1, ids[1:, None])[:, 0].numpy()])
 
 
-def compared(tmp_path: Path, *overrides: str) -> tuple[list[float], list[float], set[int]]:
-    """|difference| of each sampled token's log-prob to the version it bears, to the next one; the versions seen."""
+def compared(tmp_path: Path, *overrides: str) -> tuple[list[float], dict[tuple[int, int], list[float]], set[int]]:
+    """|difference| of each sampled token's log-prob to the version it bears; to each other, by both; versions seen."""
     run = torchrun("spmd_rl", tmp_path, *overrides)
     assert run.returncode == 0, run.stdout + run.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == "done" and summary["version"] == STEPS
     models = [model_of(tmp_path, version) for version in range(STEPS + 1)]
-    errors, others, seen = [], [], set()
+    errors, others, seen = [], defaultdict(list), set()
     for index in range(STEPS):
         for rollout in packing.unpack(batch_log.read(tmp_path / "run/batches", index)):
             mask = rollout.loss_mask
@@ -71,6 +72,8 @@ def compared(tmp_path: Path, *overrides: str) -> tuple[list[float], list[float],
             versions, columns = rollout.versions[mask], np.arange(mask.sum())
             difference = np.abs(by_version - rollout.behavior_logprobs[mask])  # [versions, tokens]
             errors += difference[versions, columns].tolist()
-            others += difference[(versions + 1) % STEPS, columns].tolist()
+            for version in set(versions.tolist()):
+                for other in {*range(STEPS + 1)} - {version}:
+                    others[version, other] += difference[other, versions == version].tolist()
             seen |= set(versions.tolist())
     return errors, others, seen

@@ -28,14 +28,18 @@ TOLERANCE = 1e-4
 
 
 class Counting(VllmEngine):
-    """Sees how many tokens of each prompt were found in the cache."""
+    """Sees how many tokens of each prompt were found in the cache, and vLLM's own record of versions."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
         self.num_cached: dict[int, int] = {}
+        self.spans: dict[int, list[tuple[int, int, int]]] = {}  # version, first token, end
 
     def _take(self, request_id: int, request: object, output: object) -> None:
         self.num_cached[request_id] = output.num_cached_tokens
+        if output.finished:
+            spans = output.outputs[0].weight_versions
+            self.spans[request_id] = [(int(span.version), span.start, span.end) for span in spans]
         super()._take(request_id, request, output)
 
 
@@ -151,6 +155,8 @@ def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(engine_that
         prompt, got = prompt_of(20 + 15 * request), done[request]
         assert len(got.token_ids) == len(got.logprobs) == len(got.versions) == 24
         assert (np.diff(got.versions) >= 0).all()
+        recorded = [version for version, start, end in engine.spans[request] for _ in range(start, end)]
+        assert recorded == got.versions.tolist()
         mixed += len(set(got.versions)) > 1
         for version in range(3):
             error = np.abs(expected(version, prompt, got.token_ids, temperature) - got.logprobs)
@@ -158,6 +164,28 @@ def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(engine_that
             assert error[sampled_by].max(initial=0) <= TOLERANCE
             far += error[~sampled_by].tolist()
     assert mixed >= 4 and np.mean(far) > 0.3
+
+
+def test_another_version_in_the_record_of_vllm_is_an_error(engine_that):
+    engine = engine_that("recompute")
+    engine.load_weights(weights(0), 0)
+    engine.submit(0, prompt_of(40), Sampling(max_tokens=3))
+    engine.step()
+    engine._engine.set_weight_version("7")
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"vLLM says that version 7 sampled tokens 1 to 3, we say \[0, 0\]"):
+        engine.step()
+    engine.cancel(0)
+    engine.step()
+
+
+def test_a_second_engine_in_the_process_is_refused(engine_that, tmp_path):
+    engine = engine_that("recompute")
+    with pytest.raises(RuntimeError, match="there is a vLLM engine in this process already"):
+        Builds(tmp_path)("recompute")
+    engine.load_weights(weights(0), 0)
+    engine.submit(0, prompt_of(40), Sampling(max_tokens=3))
+    assert len(finish(engine)[0].token_ids) == 3
 
 
 def test_an_update_drops_the_prefixes_of_older_weights(engine_that):
