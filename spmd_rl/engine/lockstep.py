@@ -2,10 +2,10 @@
 
 Every rank of the engine holds an `Engine` that computes its part inside; all must see the same calls in the same
 order.  The leader is an `Engine` itself: it notes each call and broadcasts its notes, the plan, before each step
-and swap.  Members apply plans until one says close.  A member that sampled other tokens than the leader is found at the
-next step.  Knows nothing of the engine's kind, nor how weights arrive.
+and swap.  Members apply plans until one says close.  A member that sampled other tokens than the leader is found with
+the next plan, the last at the close.  Knows nothing of the engine's kind, nor how weights arrive.
 
-    plan    int64[1] bytes, then uint8 JSON [[call, argument, ...], ...]     over the engine's group, on the CPU
+    plan    int64[1] bytes, then uint8 JSON [digest, [[call, argument, ...], ...]]   over the engine's group, on the CPU
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Leader:
         self._engine.cancel(request_id)
 
     def step(self) -> list[tuple[int, Completion]]:
-        self._tell("step", self._digest)
+        self._tell("step")
         ended = self._engine.step()
         self._digest = _digest(self._digest, ended)
         return ended
@@ -79,7 +79,7 @@ class Leader:
         self._engine.close()
 
     def _tell(self, call: str, *arguments: JSON) -> None:
-        plan = json.dumps([*self._plan, [call, *arguments]], separators=(",", ":")).encode()
+        plan = json.dumps([self._digest, [*self._plan, [call, *arguments]]], separators=(",", ":")).encode()
         self._plan = []
         dist.broadcast(torch.tensor([len(plan)]), group=self._group, group_src=0)
         dist.broadcast(torch.frombuffer(bytearray(plan), dtype=torch.uint8), group=self._group, group_src=0)
@@ -96,19 +96,20 @@ def follow(
     digest = 0
     while True:
         progress("waiting for the leader's plan")
-        for call, *arguments in _next_plan(group):
+        expected, calls = _next_plan(group)
+        if digest != expected:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} sampled other tokens than the leader of its engine, rank "
+                f"{dist.get_global_rank(group, 0)}"
+            )
+        for call, *arguments in calls:
             match call, arguments:
                 case "submit", (request_id, prompt, sampling):
                     sampling["stop_ids"] = tuple(sampling["stop_ids"])
                     engine.submit(request_id, np.array(prompt, np.int32), Sampling(**sampling))
                 case "cancel", (request_id,):
                     engine.cancel(request_id)
-                case "step", (expected,):
-                    if digest != expected:
-                        raise RuntimeError(
-                            f"rank {dist.get_rank()} sampled other tokens than the leader of its engine, rank "
-                            f"{dist.get_global_rank(group, 0)}"
-                        )
+                case "step", ():
                     progress("generating")
                     digest = _digest(digest, engine.step())
                 case "load", (version,):
@@ -122,7 +123,7 @@ def follow(
                     raise RuntimeError(f"the leader's plan says {unknown}: do all ranks run the same code?")
 
 
-def _next_plan(group: ProcessGroup) -> list[list[JSON]]:
+def _next_plan(group: ProcessGroup) -> tuple[int, list[list[JSON]]]:
     size = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(size, group=group, group_src=0)
     plan = torch.zeros(int(size), dtype=torch.uint8)

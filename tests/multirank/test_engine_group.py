@@ -57,7 +57,7 @@ def engine_of_version(folder: str, version: int) -> tuple[NativeEngine, dict[str
     return engine, dict(random_model(version).named_parameters())
 
 
-def lead_or_follow(rank: int, folder: str, member_version: int) -> list:
+def lead_or_follow(rank: int, folder: str) -> list:
     """Rank 0 leads; what it submits, cancels, swaps and scores happens on rank 1 too."""
     group = dist.new_group([0, 1])
     engine, weights = engine_of_version(folder, 0)
@@ -65,7 +65,7 @@ def lead_or_follow(rank: int, folder: str, member_version: int) -> list:
         seen: list = []
 
         def load(version: int) -> None:
-            engine.load_weights(dict(random_model(version + member_version).named_parameters()), version)
+            engine.load_weights(dict(random_model(version).named_parameters()), version)
             seen.append((version, engine.num_running))
 
         follow(engine=engine, group=group, load=load)
@@ -84,20 +84,37 @@ def lead_or_follow(rank: int, folder: str, member_version: int) -> list:
     leader.load_weights(dict(random_model(1).named_parameters()), 1)
     while leader.num_running or leader.num_waiting:
         done |= dict(leader.step())
-    leader.step()  # the member compares what ended in the last one
     leader.close()
     return [(request, done[request].finish_reason, len(done[request].token_ids)) for request in sorted(done)]
 
 
 def test_members_do_what_the_leader_does(tmp_path):
     write_model(tmp_path, random_model(0))
-    leader, member = run_ranks(lead_or_follow, 2, str(tmp_path), 0)
+    leader, member = run_ranks(lead_or_follow, 2, str(tmp_path))
     assert [reason for _, reason, _ in leader] == ["length", "cancelled", "length", "length", "length"]
     assert [num for _, _, num in leader] == [6, 1, 8, 9, 10]
     assert member == [(0, 0), (1, 3)]
 
 
-def test_a_member_that_samples_other_tokens_is_found(tmp_path):
+def diverges(rank: int, folder: str, then: str) -> None:
+    """Rank 1 has other weights; after its only request has ended, the leader does one thing more."""
+    group = dist.new_group([0, 1])
+    engine, _ = engine_of_version(folder, 0)
+    weights = dict(random_model(rank).named_parameters())
+    if rank == 1:
+        follow(engine=engine, group=group, load=lambda version: engine.load_weights(weights, version))
+        return
+    leader = Leader(engine=engine, group=group)
+    leader.load_weights(weights, 0)
+    leader.submit(0, np.arange(4, dtype=np.int32), Sampling(max_tokens=6))
+    while leader.num_running or leader.num_waiting:
+        leader.step()
+    calls = {"step": (), "load_weights": (weights, 1), "score": (np.arange(8, dtype=np.int32),), "close": ()}
+    getattr(leader, then)(*calls[then])
+
+
+@pytest.mark.parametrize("then", ["step", "load_weights", "score", "close"])
+def test_a_member_that_samples_other_tokens_is_found_with_the_next_call(tmp_path, then):
     write_model(tmp_path, random_model(0))
     with pytest.raises(RankFailed, match="rank 1 sampled other tokens than the leader of its engine, rank 0"):
-        run_ranks(lead_or_follow, 2, str(tmp_path), 5)
+        run_ranks(diverges, 2, str(tmp_path), then)
