@@ -2,7 +2,7 @@
 
 `of_group` is given the rewards and usable flags of one prompt's rollouts, `of_batch` what the first stage made of all
 rollouts of a batch; both are given arrays and return float32 of the same shape, and neither looks at an order.
-Promises: members that are not usable (failed, oversized, masked, without a token to train on) neither get an advantage
+Promises: members that are not usable (failed, masked, without a token to train on) neither get an advantage
 nor move a baseline or a scale; where all rewards that are compared are equal, everything is exactly 0.
 
 Example, k = 8 with 3 right: grpo +1.2076 / -0.7246, dr_grpo +0.625 / -0.375, rloo +0.7143 / -0.4286.

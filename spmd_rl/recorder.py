@@ -1,6 +1,7 @@
 """Metrics to metrics.jsonl (one JSON object a line) and to TensorBoard, under the same names.
 
-Every line has `kind` (step | interval | eval), `version` and `time` (seconds since the epoch).
+Every line has `kind` (step | interval | probe | eval), `version` and `time` (seconds since the epoch).
+Numbers have 9 significant digits.
 """
 
 from __future__ import annotations
@@ -38,5 +39,5 @@ class Recorder:
 def _plain(value: float | None) -> float | None:
     """JSON has no NaN or infinity; None stands for them."""
     if isinstance(value, float):
-        return round(value, 9) if math.isfinite(value) else None
+        return float(f"{value:.9g}") if math.isfinite(value) else None
     return value

@@ -42,10 +42,6 @@ class Leader:
         return self._engine.num_running
 
     @property
-    def num_waiting(self) -> int:
-        return self._engine.num_waiting
-
-    @property
     def kv_used(self) -> float:
         return self._engine.kv_used
 

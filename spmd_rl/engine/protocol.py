@@ -21,12 +21,8 @@ class Engine(Protocol):
         """Requests that hold a slot."""
 
     @property
-    def num_waiting(self) -> int:
-        """Requests submitted and not yet in a slot."""
-
-    @property
     def kv_used(self) -> float:
-        """Share of the KV cache that is taken; like the counts before, readable from any thread."""
+        """Share of the KV cache that is taken; like num_running, readable from any thread."""
 
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         """Queue a prompt ([T] token ids); ValueError, naming the numbers, for one that cannot be served."""

@@ -67,7 +67,6 @@ class Dispatcher:
         self.next_ticket = 0
         self.next_group = 0
         self.in_flight = 0
-        self.num_admitted = 0  # rollouts, by this process
 
     async def run(self) -> None:
         """Admit until closed or out of tasks.  Waits for: resume, then the gate.  Unblocked by: resume, gate, close."""
@@ -204,7 +203,6 @@ class Dispatcher:
         )
         self.next_group += 1
         self.next_ticket += size
-        self.num_admitted += size
         self._on_admit(work)
         self._start(work)
 

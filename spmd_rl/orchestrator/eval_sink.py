@@ -82,10 +82,6 @@ class EvalSink:
             del self._eval_of[group_id]
         return EvalReport(eval_id=eval_id, envs=self._by_env(evaluation))
 
-    def pending(self) -> dict[str, list[GroupWork]]:
-        """Open evaluations, for a checkpoint: they start again."""
-        return {eval_id: list(evaluation.works.values()) for eval_id, evaluation in self._open.items()}
-
     def _by_env(self, evaluation: _Open) -> dict[str, EnvReport]:
         groups: dict[str, list[list[Rollout]]] = {}
         for group_id, rollouts in evaluation.rollouts.items():

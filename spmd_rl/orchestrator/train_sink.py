@@ -1,7 +1,7 @@
 """Finished groups in, batches of exactly B rollouts out.
 
 `add` judges a group: advantages over its usable members, then the filters.  A group that is kept waits for its batch;
-any other is given up whole.  A member that failed or is oversized is not usable: it trains nothing and moves nothing,
+any other is given up whole.  A member that failed or has no token to train on is not usable: it moves nothing,
 but its slot is consumed with its group.  `next_batch(n)` forms batch n from the groups that come next under the order,
 or says None: not yet.  Batches are sorted by ticket.
 
@@ -62,17 +62,15 @@ class TrainSink:
         bound: Bound,
         over_age: str = "wait",  # "wait" | "drop"; read where the bound has a cap
         filters: Mapping[str, Filter] | None = None,  # reason -> filter; None = zero_spread, {} = none
-        max_rollout_tokens: int | None = None,  # longer rollouts are not usable
         max_empty_batches: int | None = None,  # in a row, before `add` raises; None = never
     ) -> None:
         if batch_size % group_size:
             raise ValueError(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}")
         self.batch_size, self.group_size, self.bound = batch_size, group_size, bound
-        self.verdicts: Counter[str] = Counter()  # groups by verdict
         self._advantages, self._batch_advantages, self._order = advantages, batch_advantages, order
         self._shaped_reward, self._trains = shaped_reward, trains
         self._filters = {"zero_spread": zero_spread} if filters is None else dict(filters)
-        self._max_rollout_tokens, self._max_empty_batches = max_rollout_tokens, max_empty_batches
+        self._max_empty_batches = max_empty_batches
         self._wait = bound.cap is not None and over_age == "wait"
         self._drop = bound.cap is not None and over_age == "drop"
         self._running: dict[int, GroupWork] = {}  # by first ticket, in order of admission
@@ -103,9 +101,7 @@ class TrainSink:
 
     def usable(self, rollout: Rollout) -> bool:
         """Whether it has something to train."""
-        most = self._max_rollout_tokens
-        fits = most is None or len(rollout.token_ids) <= most
-        return not rollout.failed and rollout.num_trainable > 0 and fits and self._trains(rollout)
+        return not rollout.failed and rollout.num_trainable > 0 and self._trains(rollout)
 
     def admitted(self, work: GroupWork) -> None:
         """A group was admitted (or is running again after a resume): in order of tickets."""
@@ -127,7 +123,6 @@ class TrainSink:
                 f"and sampled by version {oldest}: an engine started it too early"
             )
         verdict = self._judge(group, usable, oldest)
-        self.verdicts[verdict] += 1
         if verdict == KEPT:
             rewards = np.array([self._shaped_reward(r) for r in group.rollouts], np.float64)
             group.advantages = np.where(usable, self._advantages(rewards, usable), 0).astype(np.float32)
@@ -182,8 +177,6 @@ class TrainSink:
         for group in finished:
             del self._finished[group.first_ticket]
             self._order.gone(group.first_ticket)
-            self.verdicts[KEPT] -= 1
-            self.verdicts["over_age"] += 1
         running = []
         for work in self._running.values():  # versions ascend with tickets
             if work.version >= oldest_allowed:
@@ -251,14 +244,8 @@ class TrainSink:
             return "over_age"
         if usable.sum() < min(2, len(usable)):
             num_failed = sum(r.failed for r in group.rollouts)
-            return (
-                "failed" if 2 * num_failed >= (~usable).sum() else "oversized" if self._long(group) else "untrainable"
-            )
+            return "failed" if 2 * num_failed >= (~usable).sum() else "untrainable"
         return next((reason for reason, gives_up in self._filters.items() if gives_up(group, usable)), KEPT)
-
-    def _long(self, group: Group) -> bool:
-        most = self._max_rollout_tokens
-        return most is not None and any(len(r.token_ids) > most for r in group.rollouts)
 
     def _keep(self, group: Group, oldest: int) -> None:
         self._finished[group.first_ticket] = (group, oldest)

@@ -156,7 +156,7 @@ def test_a_resumed_run_goes_on_where_the_old_one_stood(order, max_age):
         restored = run.gate.accepted + run.gate.running - 40 * B
         assert run.gate.accepted == 40 * B + sum(len(g.rollouts) for g in state.groups) + len(state.batches) * B
         await run.until(41)
-        admitted = run.dispatcher.num_admitted
+        admitted = (run.dispatcher.next_group - state.next_group) * G
         assert 0 <= restored <= (S + 1) * B
         return run, admitted
 
