@@ -44,6 +44,7 @@ class WeightSender:
         delta: bool = False,  # send what changed, where that is less
         anchor_every: int = 16,  # versions of which one is sent whole all the same
         bucket_bytes: int = BUCKET_BYTES,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if list(parameters) != [spec.name for spec in specs]:
             raise ValueError("the sender's parameters are not those of the manifest, or not in its order")
@@ -53,7 +54,7 @@ class WeightSender:
         self._layout = shard_layout(specs, index=index, count=num_senders, bucket_bytes=bucket_bytes)
         self._hash = manifest_hash(specs, num_senders=num_senders, bucket_bytes=bucket_bytes)
         self._meta_group, self._payload_group = meta_group, payload_group
-        self._failed, self._sent = failed, sent
+        self._failed, self._sent, self._clock = failed, sent, clock
         self._word = word_of(specs) if delta else None
         self._anchor_every = anchor_every
         self._rank = dist.get_rank()
@@ -81,7 +82,11 @@ class WeightSender:
             self._thread.start()
 
     def publish(self, version: int) -> float:
-        """Copy this rank's shard and send it; all senders call it. Returns the seconds until the trainer may go on."""
+        """Copy this rank's shard and send it; all senders call it. Returns the seconds until the trainer may go on.
+
+        Those that it waits for the send before are among them.
+        """
+        started = self._clock()
         self._wait()
         if version < 0 or (self._version is not None and version != self._version + 1):
             raise RuntimeError(
@@ -92,11 +97,10 @@ class WeightSender:
             copied.clear()
         if not self._inline:
             self._submit(version)
-        started = time.perf_counter()
         self._copy(version)
         if self._inline:
             self._send(version)
-        return time.perf_counter() - started
+        return self._clock() - started
 
     def wait(self) -> SendReport | None:
         """Wait until the last version is sent; its report."""

@@ -1,5 +1,6 @@
 """Weights from FSDP2 shards to engines, over gloo."""
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from spmd_rl.weights.delta import Delta
 from spmd_rl.weights.layout import TensorSpec, manifest
 from spmd_rl.weights.receiver import WeightReceiver
 from spmd_rl.weights.sender import WeightSender
-from spmd_rl.weights.wire import Deliver, Fetch, Received
+from spmd_rl.weights.wire import Deliver, Fetch, Received, SendReport
 from spmd_rl.world import World
 from tests.gather import gather_and_broadcast
 from tests.ranks import RankFailed, run_worlds
@@ -294,6 +296,126 @@ def test_a_damaged_bit_names_tensor_ranks_and_both_sums():
     names = [spec.name for spec in manifest(small_model(0))]
     assert "version 0 from rank 1 were damaged on the way to rank 0: bucket 3" in error
     assert error.count("0x") == 2 and names[1] in error and names[0] not in error
+
+
+@torch.no_grad()
+def sparse() -> SmallModel:
+    """Few elements are not zero."""
+    model = small_model(0)
+    for parameter in model.parameters():
+        parameter.zero_().view(-1)[:2] = 1.0
+    return model
+
+
+def changed(delta: Delta, byte: int) -> Delta:
+    """One bit of its payload."""
+    payload = delta.payload.clone()
+    payload[byte] ^= 1
+    return Delta(delta.table, payload)
+
+
+class DamagingDeltas(WeightSender):
+    """Flips a bit of the first new word of bucket 1, which is after the version and the gaps."""
+
+    def _delta(self, version: int) -> Delta | None:
+        delta = super()._delta(version)
+        return delta and changed(delta, 8 + -(-int(delta.table[1, 1]) // 8) * 8)
+
+
+class OfAnotherVersion(WeightSender):
+    """The payload of version 1, whole or a delta, says that it is of version 0."""
+
+    def _broadcast_bucket(self, bucket: int, data: Tensor) -> dist.Work:
+        if bucket == 0:
+            data = data.clone()
+            data[:8].view(torch.int64)[0] = 0
+        return super()._broadcast_bucket(bucket, data)
+
+    def _delta(self, version: int) -> Delta | None:
+        delta = super()._delta(version)
+        return delta and changed(delta, 0)
+
+
+class HasSentBefore(WeightSender):
+    """To others: its first version here is a delta, on top of zeros."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        self.report = SendReport(version=0, num_bytes=0, send_s=0, sent_bytes=0, update_norm=0, checksums=())
+
+
+def is_refused(world: World, kind: type[WeightSender], delta: bool, first: int) -> str:
+    """Of versions up to 1, the last; what the receiver says to it."""
+    specs = manifest(small_model(0))
+    if world.role == "trainer":
+        model = sparse()
+        sender = make_sender(world, model, specs, kind=kind, delta=delta)
+        for version in range(first, 2):
+            sender.publish(version)
+            nudge(model, 0)
+        world.store.wait(["seen"])
+        return ""
+    arrived: queue.Queue[Received] = queue.Queue()
+    failures: queue.Queue[Exception] = queue.Queue()
+    receiver = make_receiver(world, specs, into(arrived), failures.put)
+    for version in range(first, 1):
+        assert arrived.get(timeout=LIMIT_S).version == version
+        receiver.release(version)
+    error = str(failures.get(timeout=LIMIT_S))
+    assert arrived.empty()
+    world.store.set("seen", "1")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "delta", "first", "error"),
+    [
+        (
+            DamagingDeltas,
+            True,
+            0,
+            "version 1 from rank 1 were damaged on the way to rank 0: bucket 1 with embed.weight",
+        ),
+        (OfAnotherVersion, True, 0, "weights from rank 1 begin with version 0, the header said 1"),
+        (OfAnotherVersion, False, 0, "weights from rank 1 begin with version 0, the header said 1"),
+        (HasSentBefore, True, 1, "rank 1 sends a delta of weights 1 to an engine that has none before"),
+    ],
+)
+def test_what_is_no_next_version_is_refused_by_name(kind, delta, first, error):
+    assert error in run_worlds(is_refused, 1, 1, kind, delta, first)[0]
+
+
+def is_held_up(world: World) -> None:
+    """Nobody receives before version 0 is published, and that takes 5 s of a clock that stands still otherwise."""
+    specs = manifest(small_model(0))
+    if world.role != "trainer":
+        world.store.wait(["published"])
+        receiver = make_receiver(world, specs, lambda version, fetch: receiver.release(version))
+        receiver.join(timeout_s=LIMIT_S)
+        return
+    looks, now, next_begins = itertools.count(), 0.0, threading.Event()
+
+    def clock() -> float:
+        if next(looks) == 2:  # after the begin and the end of the first
+            next_begins.set()
+        return now
+
+    def sent(report: SendReport) -> None:
+        nonlocal now
+        if report.version == 0:
+            assert next_begins.wait(LIMIT_S)
+            now = 5.0
+
+    sender = make_sender(world, small_model(0), specs, sent=sent, clock=clock)
+    assert sender.publish(0) == 0.0
+    assert sender.report is None
+    world.store.set("published", "1")
+    assert sender.publish(1) == 5.0
+    sender.close()
+
+
+def test_publishing_does_not_wait_for_the_send_but_for_the_one_before_and_says_how_long():
+    run_worlds(is_held_up, 1, 1)
 
 
 def skips_a_version(world: World) -> None:
