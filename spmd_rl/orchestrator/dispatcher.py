@@ -137,6 +137,12 @@ class Dispatcher:
         return len(self._output)
 
     @property
+    def oldest_version(self) -> int | None:
+        """At which the oldest group in flight was admitted."""
+        pending = next(iter(self._pending.values()), None)  # they are in order of admission
+        return None if pending is None else pending.work.version
+
+    @property
     def drained(self) -> bool:
         """Closed, and nothing is in flight or on the output queue."""
         return self._closed and not self._pending and not self._output

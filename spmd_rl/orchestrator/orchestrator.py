@@ -206,6 +206,7 @@ class Orchestrator:
         self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
         self._admitted_until = {version: 0}  # rollouts admitted before a version was live
         self.policy.on_change(self._version_changed)
+        self._stepped_at = self._swapped_at = clock()  # the newest version: made, and live
         self._stop = asyncio.Event()
         self._num_stats = 0
         self._probe: list[np.ndarray] = []
@@ -271,6 +272,7 @@ class Orchestrator:
     async def run(self) -> str:
         """Until the last version is trained ("done") or `stop` ("stopped").  Raises when a promise is broken."""
         await self._taken(self.policy.version)
+        self._stepped_at = self._swapped_at = self._clock()
         if self._saved_weights is not None:
             self._assert_restored(self._saved_weights)
         try:
@@ -372,8 +374,9 @@ class Orchestrator:
             if batch is None:
                 self._tasks_ended(index)
                 break
-            values = batch_metrics(batch, usable=self.sink.usable, ages=self._report.ages)
-            values |= reward_metrics([*batch.rollouts, *self.path.take_given_up()])
+            given_up = self.path.take_given_up()
+            values = batch_metrics(batch, given_up=given_up, usable=self.sink.usable, ages=self._report.ages)
+            values |= reward_metrics([*batch.rollouts, *itertools.chain.from_iterable(given_up.values())])
             values["admission/used"] = self.path.used_slots(index)
             values["time/parked_s"] = await self.hold.wait(index)
             self._values[index + 1] = values
@@ -416,6 +419,7 @@ class Orchestrator:
     def _version_changed(self) -> None:
         """At once, before anything else happens at the new version: what a checkpoint holds is the state of now."""
         version = self.policy.version
+        self._swapped_at = self._clock()
         self._admitted_until[version] = self.ledger.admitted
         if version in self._save_at:
             words, rollouts = self._snapshot()
@@ -430,7 +434,7 @@ class Orchestrator:
             "admission/bound": (staleness.max_staleness + 1) * batch_size,
             "age/max_staleness": staleness.max_staleness,
             "age/bound": self._config.age_bound.age,
-            "queue/out_depth": self.dispatcher.output_depth + self.sink.num_waiting // self._config.rollout.group_size,
+            "queue/out_depth": self.path.out_depth,
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
             **self._report.engines.rates("step"),
@@ -458,6 +462,7 @@ class Orchestrator:
         if version > self._last_version:
             return None
         metrics = await self._steps.all(version)
+        self._stepped_at = self._clock()
         self._values[version] |= metrics[0]
         for name in ("trainer/wait_s", "trainer/step_s", "trainer/hold_s"):
             self._values[version][name] = float(np.mean([m[name] for m in metrics]))
@@ -465,9 +470,9 @@ class Orchestrator:
 
     async def _reload(self, version: int) -> None:
         """Waits until every engine has verified and swapped the version."""
+        start = self._clock()
         if self._config.staleness.on_update == "drain":
             await self.gate.idle(self._config.rollout.group_size)
-        start = self._clock()
         sends, loads = await self._taken(version)
         norm = math.hypot(*(send.update_norm for send in sends))
         values = self._values[version]
@@ -624,9 +629,17 @@ class Orchestrator:
         task.add_done_callback(self._beside.discard)
         return task
 
+    def _lag(self) -> int:
+        """By how many versions the oldest group in flight lies back."""
+        oldest = self.dispatcher.oldest_version
+        return 0 if oldest is None else self.policy.version - oldest
+
     def _interval_metrics(self) -> dict[str, Callable[[], float]]:
         return {
-            "out_depth": lambda: self.dispatcher.output_depth,
+            "lag": self._lag,
+            "step_age_s": lambda: self._clock() - self._stepped_at,
+            "swap_age_s": lambda: self._clock() - self._swapped_at,
+            "out_depth": lambda: self.path.out_depth,
             "in_flight": lambda: self.dispatcher.in_flight,
             "waiting": lambda: self.sink.num_waiting,
             "capacity": self.gate.capacity,

@@ -35,8 +35,10 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {"reward": _mean([r.reward for r in good]) or 0.0} | {name: _mean(values) for name, values in parts.items()}
 
 
-def batch_metrics(batch: Batch, *, usable: Callable[[Rollout], bool], ages: AgeStats) -> dict[str, float]:
-    """What a batch says of itself; its ages are added to those of the run."""
+def batch_metrics(
+    batch: Batch, *, given_up: Mapping[str, Sequence[Rollout]], usable: Callable[[Rollout], bool], ages: AgeStats
+) -> dict[str, float]:
+    """What a batch says of itself and of what was given up before it was full; its ages are added to the run's."""
     own = AgeStats()
     own.add(batch)
     ages.merge(own)
@@ -52,7 +54,9 @@ def batch_metrics(batch: Batch, *, usable: Callable[[Rollout], bool], ages: AgeS
         "rollout/turns": mean([r.num_turns for r in good]),
         "rollout/truncated": mean([r.finish_reason == "length" for r in batch.rollouts]),
         "rollout/failed": mean([r.failed for r in batch.rollouts]),
-        "rollout/trainable_share": mean(batch.advantages != 0),
+        **{f"rollout/{outcome}": len(rollouts) for outcome, rollouts in given_up.items()},
+        "rollout/trainable_share": int(np.count_nonzero(batch.advantages))
+        / (len(batch.rollouts) + sum(map(len, given_up.values()))),
     }
 
 

@@ -57,7 +57,7 @@ class TrainPath:
         self._tokens: Counter[str] = Counter()  # that were sampled for them
         self._former: asyncio.Future[None] | None = None
         self._collected = False
-        self._given_up: list[Rollout] = []  # since the last batch was formed
+        self._given_up: dict[str, list[Rollout]] = {"filtered": [], "dropped": []}  # since they were taken last
         dispatcher.on_admit(self._admitted)
         policy.on_change(self._trained)
 
@@ -90,10 +90,17 @@ class TrainPath:
         self._expire(index + 1)
         return batch
 
-    def take_given_up(self) -> list[Rollout]:
-        """Rollouts of groups that were given up since the last call."""
-        given_up, self._given_up = self._given_up, []
+    def take_given_up(self) -> dict[str, list[Rollout]]:
+        """Rollouts of groups given up since the last call: "dropped" for their age, "filtered" for anything else."""
+        given_up, self._given_up = self._given_up, {"filtered": [], "dropped": []}
         return given_up
+
+    @property
+    def out_depth(self) -> int:
+        """Finished groups that wait, judged or not and in a batch or not; the batch of the live version is in work."""
+        in_work = self._policy.version in self._untrained
+        waiting = self._gate.waiting - in_work * self._gate.batch_size
+        return self._dispatcher.output_depth + waiting // self._sink.group_size
 
     def used_slots(self, index: int) -> int:
         """Slots in batch `index`, just formed, running, or waiting for one that runs: all but those that lie ready."""
@@ -171,15 +178,17 @@ class TrainPath:
         if verdict == KEPT:
             self._gate.settle(accepted=size)
         else:
-            self._count(group.rollouts, "dropped" if verdict == "over_age" else "filtered")
+            outcome = "dropped" if verdict == "over_age" else "filtered"
+            self._count(group.rollouts, outcome)
             self._gate.settle(rejected=size)
-            self._given_up += group.rollouts
+            self._given_up[outcome] += group.rollouts
 
     def _expire(self, index: int) -> None:
         expired = self._sink.expire(index)
         for group in expired.finished:
             self._count(group.rollouts, "dropped")
             self._gate.give_back(len(group.rollouts))
+            self._given_up["dropped"] += group.rollouts
         for work in expired.running:
             self._dispatcher.abort(work.group_id)
 

@@ -34,6 +34,7 @@ class Ranks:
         self.told: list = []  # versions that the engine may take, and their checksums
         self.held = {ENGINE: (1, 2), MEMBER: (1, 2)}  # checksums of what an engine's ranks take; (1, 2) are sent
         self._tokens, self._changed = 0, asyncio.Event()
+        self.now = 0.0  # by the orchestrator's clock
         self.version = version
         tree = {"run": {"steps": steps, "metrics_interval_s": 1000.0, "shutdown_s": shutdown_s}, "model": {"path": "x"}}
         tree |= {"env": {"fake": {"path": "a:b"}}, "rollout": {"batch_size": 4, "group_size": 2}}
@@ -73,6 +74,7 @@ class Ranks:
             decode=lambda token_ids: "",
             complete_checkpoint=self._complete,
             version=version,
+            clock=lambda: self.now,
         )
 
     @asynccontextmanager

@@ -43,7 +43,7 @@ def test_lengths_count_what_was_sampled_and_not_prompts_or_tool_replies():
     rollouts = [fakes.rollout(work, i, versions=[0] * 4) for i in range(2)]
     rollouts[0].append(np.array([7] * 50, np.int32))  # what a tool said
     batch = Batch(index=0, rollouts=rollouts, advantages=np.array([1.0, -1.0], np.float32))
-    assert batch_metrics(batch, usable=lambda _: True, ages=AgeStats())["rollout/length"] == 4.0
+    assert batch_metrics(batch, given_up={}, usable=lambda _: True, ages=AgeStats())["rollout/length"] == 4.0
 
 
 def test_what_was_not_measured_is_in_no_mean():
@@ -74,3 +74,16 @@ def test_a_group_whose_members_were_all_truncated_is_judged_by_its_rewards(rewar
     assert sink.add(group) == verdict
     if verdict == KEPT:
         assert np.sign(sink.next_batch(0).advantages).tolist() == [-1.0, 1.0]
+
+
+def test_the_trainable_share_is_of_everything_that_was_sampled_for_the_batch():
+    work = fakes.work(0, size=4)
+    batch = Batch(
+        index=0,
+        rollouts=[fakes.rollout(work, i) for i in range(4)],
+        advantages=np.array([1.0, -1.0, 0.0, 1.0], np.float32),
+    )
+    given_up = {"filtered": [fakes.rollout(work)] * 10, "dropped": [fakes.rollout(work)] * 6}
+    values = batch_metrics(batch, given_up=given_up, usable=lambda _: True, ages=AgeStats())
+    shown = {name: values[f"rollout/{name}"] for name in ("filtered", "dropped", "trainable_share")}
+    assert shown == {"filtered": 10, "dropped": 6, "trainable_share": 3 / 20}

@@ -248,6 +248,36 @@ def test_dropped_groups_are_cancelled_counted_and_replaced():
     run_virtual(main())
 
 
+def test_what_was_given_up_is_told_once_with_the_batch_after_it():
+    async def main():
+        run = Run(order="completion", max_age=2, over_age="drop")
+        taken = run.path.take_given_up
+        told: list = []
+        run.policy.on_change(lambda: told.append(taken()))
+        await run.until(60)
+        told.append(taken())
+        assert sum(len(given_up["dropped"]) for given_up in told) == run.ledger.rollouts["dropped"] > 0
+        assert not any(given_up["filtered"] for given_up in told)
+
+    run_virtual(main())
+
+
+def test_the_depth_counts_finished_groups_in_formed_batches_but_the_one_that_is_trained():
+    """24 rollouts end at 2 s, 8 more 2 s after each version; a step takes 8 s, from 2 s on."""
+
+    async def main():
+        run = Run()
+        run.inference.seconds = lambda ticket: 2.0
+        depths = {}
+        loop = asyncio.get_running_loop()
+        for now in (1.0, 3.0, 11.0, 13.0):
+            loop.call_at(now, lambda now=now: depths.update({now: run.path.out_depth}))
+        await run.until(2)
+        assert depths == {1.0: 0, 3.0: 4, 11.0: 2, 13.0: 4}  # groups of 4
+
+    run_virtual(main())
+
+
 def test_slots_that_lie_ready_are_not_used():
     async def main():
         run = Run(order="completion", version=0)
