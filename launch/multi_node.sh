@@ -31,7 +31,11 @@ cd "$(dirname "$0")/.."
 }
 config=$1; shift
 . launch/ready.sh
-"$venv/bin/python" -m spmd_rl check "$config" "$@" >/dev/null
+checked=$("$venv/bin/python" -m spmd_rl check "$config" "$@")
+if [[ $checked == *$'\ndir = ""\n'* ]]; then  # a start after a failure would not find what the one before left
+    echo "error: run.dir is not set: give a folder that all nodes see" >&2
+    exit 2
+fi
 # A node's own name may resolve to nothing, or to a loopback address that no other node reaches: gloo, NCCL and torchrun
 # (--local-addr, is_host) are told which address and interface to use, and look nothing up.
 reached=$("$venv/bin/python" launch/interface.py "${MASTER%:*}" ${IFACE:+"$IFACE"})

@@ -162,7 +162,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     for env_name, env in config.env.items():
         made[env_name] = envs.load(env.path, tokenizer=tokenizer, args=env.args)
         envs.check_tasks(env_name, made[env_name], seed=config.run.seed, splits=splits)
-    run_dir = RunDir(Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
+    run_dir = RunDir(Path(config.run.dir or _named_once(world, name)).absolute())
     try:
         run_dir.claim()
     except ValueError:  # after a failure it may be a lost node's lock, of which the file system does not know yet
@@ -186,6 +186,11 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         print(f"warning: {line}")
     sys.stdout.flush()
     return Start(run_dir=run_dir.path, version=version, restored=restored)
+
+
+def _named_once(world: World, name: str) -> str:
+    """The run directory of this job where none was given: later starts get the name that the first one made."""
+    return world.job.compare_set("run_dir", "", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").decode()
 
 
 def _turn(life: Coroutine[None, None, T], live: Liveness) -> T:

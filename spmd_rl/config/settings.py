@@ -17,7 +17,7 @@ class Run:
     """The run as a whole."""
 
     dir: str = ""
-    """run directory, on a file system that all nodes see; empty: runs/<config name>-<time>"""
+    """run directory, on a file system that all nodes see; empty: runs/<config name>-<time of the first start>"""
     steps: int = 100
     """optimizer batches to train"""
     seed: int = 0

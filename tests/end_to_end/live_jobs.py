@@ -35,6 +35,7 @@ class LiveJob:
         max_restarts: int = 0,
         module: str = "spmd_rl",
         script: tuple[str, ...] = (),
+        cwd: Path = ROOT,
     ) -> None:
         """`script` starts torchrun by itself; without one it is started here."""
         launcher = (f"--max-restarts={max_restarts}", "--monitor-interval=0.1")
@@ -47,7 +48,7 @@ class LiveJob:
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
             argv,
-            cwd=ROOT,
+            cwd=cwd,
             env={**environment(), MARK: str(run_dir)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -33,6 +33,17 @@ def test_a_killed_rank_comes_back_and_the_run_reaches_its_target(tmp_path, rank)
     kill_and_restart(tmp_path, rank, ranks=2)
 
 
+def test_a_run_that_named_its_folder_itself_goes_on_in_it(tmp_path):
+    settings = ["run.dir=", "run.steps=10", "checkpoint.every=2", "eval.every=-1"]
+    with LiveJob(tmp_path, *settings, max_restarts=1, cwd=tmp_path) as job:
+        job.wait_for(r"step +4/")
+        job.send(signal.SIGKILL, rank=1)
+        assert job.wait() == 0, job.output
+        assert "resuming from" in job.output
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert_whole(folder, num_steps=10)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_any_of_four_ranks_may_be_killed(tmp_path, rank):

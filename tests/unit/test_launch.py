@@ -34,7 +34,7 @@ def test_a_signal_while_nodes_are_awaited_ends_the_script(tmp_path, number):
     waits = "trap 'echo told; exit 1' TERM; echo waiting; sleep 25 & wait"
     variables = environment(tmp_path, waits, NNODES="2", MASTER="127.0.0.1:29500", IFACE="lo")
     with subprocess.Popen(
-        [ROOT / "launch/multi_node.sh", "configs/tiny_cpu.toml"],
+        [ROOT / "launch/multi_node.sh", "configs/tiny_cpu.toml", f"run.dir={tmp_path}"],
         cwd=ROOT,
         env=variables,
         stdout=-1,
@@ -46,6 +46,16 @@ def test_a_signal_while_nodes_are_awaited_ends_the_script(tmp_path, number):
         os.killpg(script.pid, number)  # as a terminal does
         told = script.stdout.readline()
         assert (told, script.wait(LIMIT_S)) == ("told\n", 143)
+
+
+def test_several_nodes_are_given_a_folder_that_every_start_finds(tmp_path):
+    variables = environment(tmp_path, "echo started", NNODES="2", MASTER="127.0.0.1:29500", IFACE="lo")
+    words = [ROOT / "launch/multi_node.sh", "configs/tiny_cpu.toml"]
+    refused = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "run.dir is not set" in refused.stderr
+    words += [f"run.dir={tmp_path}"]
+    assert subprocess.run(words, env=variables, capture_output=True, text=True, check=True).stdout == "started\n"
 
 
 @pytest.mark.parametrize(
