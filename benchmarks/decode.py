@@ -1,14 +1,15 @@
 """Decode speed: native engine, `transformers.generate`, vLLM and the machine's limit, in tokens per second, as JSON.
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--quick] [--vllm-python PATH] [--shapes 10m smollm2] [--repeats 3]
+                      [--device cuda --dtype bfloat16]
 
-Random weights, fp32, prompts of 16 tokens, sampling at temperature 1.  `rows`: decode steps at fixed batches, native
+Random weights, prompts of 16 tokens, sampling at temperature 1.  `rows`: decode steps at fixed batches, native
 with 1 or 32 slots; prompts are not counted.  `mix`: requests of lognormal lengths, all there at the start, on 32 slots;
 `generate` computes them 32 at a time, padded to the longest, and only tokens that were asked for count.  The ways take
 turns, repeat by repeat, and each reports its median.  The limit of a step is the longer of reading all weights once (at
 the rate of this machine's matrix-vector product) and multiplying them (at the rate of its matrix-matrix product),
 measured in the same turns, the best counts; weights that fit the processor's caches may beat it.  vLLM runs in a
-process of the Python given.
+process of the Python given, on a CPU in float32.
 """
 
 from __future__ import annotations
@@ -39,20 +40,30 @@ PROMPT, SLOTS = 16, 32
 MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 16, 1.0, 256  # of the mix: 26 tokens a request, 120 the longest of 32
 
 
-def best_rate(work: Callable[[], object], amount: float, seconds: float = 0.5) -> float:
+def best_rate(work: Callable[[], object], amount: float, device: torch.device, seconds: float = 0.5) -> float:
     """Amount per second, best call within some seconds."""
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
-        start = time.perf_counter()
+        start = now(device)
         work()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, now(device) - start)
     return amount / best
 
 
-def machine() -> tuple[float, float]:
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Bytes per second of a matrix-vector product, operations per second of a matrix-matrix product."""
-    large, vector, square = torch.randn(8192, 4096), torch.randn(4096), torch.randn(768, 768)
-    return best_rate(lambda: large @ vector, large.nbytes), best_rate(lambda: square @ square, 2 * 768**3)
+    size, place = (8192 if device.type == "cuda" else 768), {"device": device, "dtype": dtype}
+    wide = 8192 if device.type == "cuda" else 4096
+    large, vector, square = (torch.randn(*shape, **place) for shape in ((8192, wide), (wide,), (size, size)))
+    vectors, squares = (lambda: large @ vector), (lambda: square @ square)
+    return best_rate(vectors, large.nbytes, device), best_rate(squares, 2 * size**3, device)
 
 
 def config_of(shape: str) -> LlamaConfig:
@@ -76,16 +87,18 @@ def config_of(shape: str) -> LlamaConfig:
 class Contest:
     """The ways to decode one random model."""
 
-    def __init__(self, shape: str, folder: str, vllm_python: str | None) -> None:
+    def __init__(
+        self, shape: str, folder: str, vllm_python: str | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
         config, self.num_steps = config_of(shape), SHAPES[shape][1]
+        self.device, self.dtype = device, dtype
         self.vocab = config.vocab_size
         config.save_pretrained(folder)
-        self._plain = AutoModelForCausalLM.from_config(config).eval()
+        self._plain = AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
         self.num_parameters = sum(p.numel() for p in self._plain.parameters())
-        model = build(folder, device="cpu", dtype=torch.float32, weights=False)
+        model = build(folder, device=device, dtype=dtype, weights=False)
         self._engines = {
-            slots: NativeEngine(model=model, device=torch.device("cpu"), max_slots=slots, max_seq_len=512)
-            for slots in (1, SLOTS)
+            slots: NativeEngine(model=model, device=device, max_slots=slots, max_seq_len=512) for slots in (1, SLOTS)
         }
         for engine in self._engines.values():
             engine.load_weights(dict(self._plain.named_parameters()), 0)
@@ -118,23 +131,23 @@ class Contest:
         while engine.num_generated_tokens < before + batch:
             engine.step()  # until every sequence has its first token
         assert engine.num_generated_tokens == before + batch, "some are ahead"
-        start = time.perf_counter()
+        start = now(self.device)
         for _ in range(self.num_steps):
             engine.step()
-        elapsed = time.perf_counter() - start
+        elapsed = now(self.device) - start
         assert engine.num_running == 0, f"{engine.num_running} sequences left"
         return elapsed / self.num_steps
 
     def _native_mix_s(self, lengths: np.ndarray) -> float:
-        engine, start = self._engines[SLOTS], time.perf_counter()
+        engine, start = self._engines[SLOTS], now(self.device)
         for i, (prompt, length) in enumerate(zip(self._prompts(len(lengths)), lengths, strict=True)):
             engine.submit(i, prompt, Sampling(max_tokens=int(length), seed=i))
         while engine.num_running or engine.num_waiting:
             engine.step()
-        return time.perf_counter() - start
+        return now(self.device) - start
 
     def _generate(self, prompts: np.ndarray, num_tokens: int) -> None:
-        ids = torch.from_numpy(prompts).long()
+        ids = torch.from_numpy(prompts).long().to(self.device)
         mask = torch.ones_like(ids)
         self._plain.generate(
             ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=True, top_k=0, pad_token_id=0
@@ -143,16 +156,16 @@ class Contest:
     def _generate_step_s(self, batch: int) -> float:
         prompts, times = self._prompts(batch), []
         for num_tokens in (1, self.num_steps + 1):
-            start = time.perf_counter()
+            start = now(self.device)
             self._generate(prompts, num_tokens)
-            times.append(time.perf_counter() - start)
+            times.append(now(self.device) - start)
         return (times[1] - times[0]) / self.num_steps
 
     def _generate_mix_s(self, lengths: np.ndarray) -> float:
-        prompts, start = self._prompts(len(lengths)), time.perf_counter()
+        prompts, start = self._prompts(len(lengths)), now(self.device)
         for first in range(0, len(lengths), SLOTS):
             self._generate(prompts[first : first + SLOTS], int(lengths[first : first + SLOTS].max()))
-        return time.perf_counter() - start
+        return now(self.device) - start
 
     def _vllm_step_s(self, batch: int) -> float:
         print(batch, self.num_steps, file=self._vllm.stdin, flush=True)
@@ -165,14 +178,15 @@ def measure(contest: Contest, batches: list[int], repeats: int) -> list[dict[str
     for batch, name in times:
         contest.steps[name](batch)  # code and memory that only the first call needs
     for _ in range(repeats):
-        rates.append(machine())
+        rates.append(machine(contest.device, contest.dtype))
         for batch in batches:
             for name, way in contest.steps.items():
                 times[batch, name].append(way(batch))
     read_rate, multiply_rate = (max(rate) for rate in zip(*rates, strict=True))
     rows = []
     for batch in batches:
-        limit_s = max(4 * contest.num_parameters / read_rate, 2 * contest.num_parameters * batch / multiply_rate)
+        num_bytes, operations = contest.dtype.itemsize * contest.num_parameters, 2 * contest.num_parameters * batch
+        limit_s = max(num_bytes / read_rate, operations / multiply_rate)
         native = batch / statistics.median(times[batch, "native"])
         others = {name: batch / statistics.median(times[batch, name]) for name in contest.steps if name != "native"}
         others["limit"] = batch / limit_s
@@ -207,12 +221,23 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, choices=range(1, SLOTS + 1), default=[1, 8, 32], metavar="N")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vllm-python", help="of an environment with vLLM's CPU build")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
+    if args.vllm_python and (args.device, args.dtype) != ("cpu", "float32"):
+        parser.error("--vllm-python measures on a CPU in float32 only")
     repeats, num_requests = (1, 64) if args.quick else (args.repeats, 256)
-    out: dict[str, object] = {"unit": "tokens/s", "threads": torch.get_num_threads(), "rows": [], "mix": []}
+    out: dict[str, object] = {
+        "unit": "tokens/s",
+        "device": args.device,
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        "rows": [],
+        "mix": [],
+    }
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            contest = Contest(shape, folder, args.vllm_python)
+            contest = Contest(shape, folder, args.vllm_python, torch.device(args.device), getattr(torch, args.dtype))
             out["rows"] += [
                 {"shape": shape, "parameters": contest.num_parameters} | row
                 for row in measure(contest, args.batches, repeats)
