@@ -26,7 +26,6 @@ def losses(job: Job) -> list[tuple[float, float]]:
     return [(step["trainer/loss"], step["trainer/grad_norm"]) for step in job.metrics("step")]
 
 
-@pytest.mark.full
 def test_an_asynchronous_run_is_repeated_to_the_bit(tmp_path):
     first, second = (run("tiny_cpu.toml", tmp_path / name, *JITTERED, FIXED, num_ranks=3) for name in "ab")
     assert losses(first) == losses(second) and len(losses(first)) == STEPS
