@@ -35,8 +35,9 @@ def make_trainer(
     t, critic = config.trainer, config.critic
     with_critic = t.advantage == "gae"
 
-    def model() -> torch.nn.Module:
-        return build(config.model.path, device=device, dtype=torch.float32, weights=True)
+    def model() -> torch.nn.Module:  # sharding moves it to the device layer by layer, so that it never is there whole
+        place = device if mesh is None else "cpu"
+        return build(config.model.path, device=place, dtype=torch.float32, weights=True)
 
     models = Models(
         policy=model(),

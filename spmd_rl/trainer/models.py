@@ -1,7 +1,7 @@
 """The modules of a trainer rank: the policy, and where the settings ask for them a critic and a frozen reference.
 
-Given whole models on the device, shards them and says how they are run, saved and sent.  All methods are collectives
-of all trainer ranks.  Knows nothing of losses, batches or optimizers.
+Given whole models (on the CPU to be sharded over a mesh, else on the device), shards them and says how they are run,
+saved and sent.  All methods are collectives of all trainer ranks.  Knows nothing of losses, batches or optimizers.
 """
 
 from __future__ import annotations
