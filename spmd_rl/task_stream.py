@@ -37,7 +37,7 @@ class TaskStream:
         while True:
             task = self._draw()
             if self._keep is None or self._keep(task, self.cursor):
-                return task
+                return task.of(task.env)
             self.num_passed_over += 1
 
     def skip_to(self, cursor: int) -> None:

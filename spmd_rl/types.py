@@ -6,6 +6,7 @@ Imports nothing of ours and no torch.  Arrays are numpy, one row per token unles
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,6 +53,19 @@ class Task:
     env: str  # name of the environment in the config
     task_id: str  # unique within the environment
     data: Mapping[str, object] = field(default_factory=dict)
+
+    def of(self, env: str) -> Task:
+        """As the environment of this name has it on every rank and after a resume; ValueError for what is no JSON."""
+        if not isinstance(self.task_id, str):
+            raise ValueError(f"environment {env}: task_id = {self.task_id!r} is {type(self.task_id)}, not a string")
+        data = {}
+        for key, value in self.data.items():
+            try:
+                data |= json.loads(json.dumps({key: value}))
+            except (TypeError, ValueError, RecursionError) as error:
+                where = f"environment {env}, task {self.task_id!r}: data[{key!r}]"
+                raise ValueError(f"{where} is not JSON, which checkpoints and other ranks need: {error}") from error
+        return Task(env=env, task_id=self.task_id, data=data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

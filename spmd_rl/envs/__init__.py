@@ -98,12 +98,13 @@ def of_split(tasks: Iterator[Task], split: str, key: Callable[[Task], str]) -> I
 
 
 def check_tasks(name: str, environment: Environment, *, seed: int, splits: Iterable[str]) -> None:
-    """ValueError, before anything is built, for data that are missing, broken or empty."""
+    """ValueError, before anything is built, for data that are missing, broken, empty or no JSON."""
     for split in splits:
         with _refused(name):
             task = next(environment.tasks(seed, split), None)
-        if task is None:
-            raise ValueError(f"environment {name} has no tasks of the split {split!r}")
+            if task is None:
+                raise ValueError(f"environment {name} has no tasks of the split {split!r}")
+            task.of(name)
 
 
 def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Environment:

@@ -42,7 +42,7 @@ class EvalRunner:
         works = []
         for env, tasks in self._tasks.items():
             for task in tasks:
-                works.append(self._work(Task(env=env, task_id=task.task_id, data=task.data)))
+                works.append(self._work(task.of(env)))
         self._sink.expect(eval_id, works)
         self._waiting.extend(works)
         self._rollouts = []

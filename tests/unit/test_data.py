@@ -2,6 +2,7 @@ import json
 from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from spmd_rl.data import Dataset, read_rows
@@ -112,6 +113,17 @@ def test_sources_are_mixed_by_weight_and_go_on_when_one_has_ended(rows):
     assert Counter(task.env for task in tasks) == {"once": 20, "more": 60}
     shares = Counter(task.env for task in tasks[:40])
     assert 5 <= shares["once"] <= 16
+
+
+def test_tasks_come_as_json_brings_them_and_what_is_none_is_named():
+    def source():
+        yield Task(env="", task_id="a", data={"pair": (1, 2), "names": {3: "three"}})
+        yield Task(env="", task_id="b", data={"n": np.int64(4)})
+
+    tasks = TaskStream({"sums": source}, weights={"sums": 1.0}, seed=0)
+    assert next(tasks) == Task(env="sums", task_id="a", data={"pair": [1, 2], "names": {"3": "three"}})
+    with pytest.raises(ValueError, match=r"environment sums, task 'b': data\['n'\] is not JSON.*type int64 is not"):
+        next(tasks)
 
 
 def test_a_stream_skipped_to_its_cursor_goes_on_exactly(rows):

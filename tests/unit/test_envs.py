@@ -1,5 +1,6 @@
 import asyncio
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,3 +184,19 @@ def test_environments_are_loaded_by_import_path(tokenizer):
 def test_what_is_wrong_with_an_environment_is_said(tokenizer, path, args, message):
     with pytest.raises(ValueError, match=message):
         envs.load(path, tokenizer=tokenizer, args=args)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Task(env="", task_id="1", data={"n": np.int64(4)}), r"task '1': data\['n'\] is not JSON.*int64"),
+        (Task(env="", task_id=1, data={}), "task_id = 1 is <class 'int'>, not a string"),
+        (Task(env="", task_id="1", data=["n"]), "environment sums: AttributeError"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_data_that_a_checkpoint_could_not_hold_are_refused_before_the_run(task, message, split):
+    env = SimpleNamespace(tasks=lambda seed, split: iter([task]))
+    with pytest.raises(ValueError, match=message) as refused:
+        envs.check_tasks("sums", env, seed=0, splits=[split])
+    assert "\n" not in str(refused.value)
