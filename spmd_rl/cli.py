@@ -62,8 +62,8 @@ def _read(prog: str, argv: Sequence[str]) -> tuple[config_module.Config, str]:
     parser = _Parser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--resume", nargs="?", const="must", choices=("auto", "must", "never"))
-    options = parser.parse_intermixed_args(argv)
+    parser.add_argument("--resume", choices=("auto", "must", "never"))
+    options = parser.parse_intermixed_args(["--resume=must" if word == "--resume" else word for word in argv])
     if options.config.suffix != ".toml":
         close = difflib.get_close_matches(str(options.config), COMMANDS, n=1)
         hint = f"did you mean the command {close[0]!r}?" if close else "a config is a .toml file"
@@ -89,6 +89,7 @@ def _check(argv: Sequence[str]) -> int:
         print(f"disk: {needed / 1e9:.2f} GB for checkpoints, trained model and weights/, batches and metrics apart")
     for line in config_module.warnings(config):
         print(f"warning: {line}")
+    config_module.check_model_folder(config)
     return 0
 
 

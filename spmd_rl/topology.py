@@ -29,28 +29,27 @@ class Topology:
     def __post_init__(self) -> None:
         if self.num_inference < 1 or self.num_trainers < 1:
             raise ValueError(
-                f"topology: {self.num_inference} inference and {self.num_trainers} trainer ranks; "
-                "each side needs at least 1"
+                f"{self.num_inference} inference and {self.num_trainers} trainer ranks; each side needs at least 1"
             )
         if self.dp_replicate < 1 or self.num_trainers % self.dp_replicate:
             raise ValueError(
-                f"topology: {self.num_trainers} trainer ranks cannot hold dp_replicate = {self.dp_replicate} equal "
+                f"{self.num_trainers} trainer ranks cannot hold dp_replicate = {self.dp_replicate} equal "
                 "copies; choose a divisor of the number of trainer ranks"
             )
         if min(self.tensor_parallel, self.context_parallel) < 1 or (
             self.num_trainers // self.dp_replicate % (self.tensor_parallel * self.context_parallel)
         ):
             raise ValueError(
-                f"topology: {self.num_trainers // self.dp_replicate} trainer ranks for one copy cannot be "
+                f"{self.num_trainers // self.dp_replicate} trainer ranks for one copy cannot be "
                 f"tensor_parallel = {self.tensor_parallel} times context_parallel = {self.context_parallel}: "
                 "choose divisors"
             )
         if not self.engine_ranks:
-            raise ValueError("topology: engine_on_rank0 = false leaves no engine with 1 inference rank; use 2 or more")
+            raise ValueError("engine_on_rank0 = false leaves no engine with 1 inference rank; use 2 or more")
         if self.engine_ranks_each < 1 or len(self.engine_ranks) % self.engine_ranks_each:
             raise ValueError(
-                f"topology: {len(self.engine_ranks)} ranks with an engine cannot be split into engines of "
-                f"{self.engine_ranks_each}; choose a divisor"
+                f"{len(self.engine_ranks)} ranks with an engine cannot be split into engines of "
+                f"{self.engine_ranks_each} (inference.tensor_parallel); choose a divisor"
             )
 
     @property

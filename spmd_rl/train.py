@@ -147,9 +147,8 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     """Make the model and the run directory, and find the checkpoint to go on from."""
     check_engine(config)
     model = Path(config.model.path)
+    config_module.check_model_folder(config)
     if not model.is_dir():
-        if not config.model.make:
-            raise ValueError(f"model.path = {str(model)!r}: no such folder, and model.make names nothing that makes it")
         try:
             make = pkgutil.resolve_name(config.model.make)
         except (ImportError, AttributeError) as error:

@@ -1,12 +1,13 @@
 """The settings of a run: what there is, what it may be, and how it is read."""
 
 from spmd_rl.config.file import default, describe, dump, field_docs, from_tree, load, sections
-from spmd_rl.config.rules import CHOICES, warnings
+from spmd_rl.config.rules import CHOICES, check_model_folder, warnings
 from spmd_rl.config.settings import Config
 
 __all__ = [
     "CHOICES",
     "Config",
+    "check_model_folder",
     "default",
     "describe",
     "dump",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from spmd_rl.config.settings import Config
 
@@ -107,8 +108,7 @@ def check(config: Config) -> None:
         value = _get(config, key)
         if not value >= least:
             raise ValueError(f"config: {key} = {value}: must be at least {least}")
-    topology, rollout, staleness, trainer = config.topology, config.rollout, config.staleness, config.trainer
-    inference = config.inference
+    rollout, inference, staleness, trainer = config.rollout, config.inference, config.staleness, config.trainer
     for name, env in config.env.items():
         for key, path in ((f"env.{name}.path", env.path), ("model.make", config.model.make or "a:b")):
             if path.count(":") != 1:
@@ -159,11 +159,6 @@ def check(config: Config) -> None:
             not 0 < staleness.target_idle < 1,
             f"staleness.target_idle = {staleness.target_idle}: a share between 0 and 1",
         ),
-        (
-            topology.trainer % (topology.dp_replicate * topology.tensor_parallel * topology.context_parallel) != 0,
-            f"topology.dp_replicate = {topology.dp_replicate} times tensor_parallel = {topology.tensor_parallel} times "
-            f"context_parallel = {topology.context_parallel} does not divide topology.trainer = {topology.trainer}",
-        ),
         (config.lora.rank > 0 and not config.lora.alpha > 0, f"lora.alpha = {config.lora.alpha}: must be above 0"),
         (config.lora.rank > 0 and not config.lora.targets, "lora.targets = []: name at least one linear layer"),
         (
@@ -174,10 +169,6 @@ def check(config: Config) -> None:
             config.lora.sync == "adapter" and config.weights.mode != "full",
             f"lora.sync = 'adapter' with weights.mode = {config.weights.mode!r}: additions change everywhere in every "
             "step and travel over the network; use weights.mode = 'full', or lora.sync = 'merged'",
-        ),
-        (
-            topology.inference == 1 and not config.inference.engine_on_rank0,
-            "inference.engine_on_rank0 = false needs topology.inference >= 2: nobody would generate",
         ),
         (
             rollout.max_tokens >= config.inference.max_seq_len,
@@ -234,10 +225,18 @@ def check(config: Config) -> None:
     for wrong, message in problems:
         if wrong:
             raise ValueError(f"config: {message}")
-    try:
-        _ = config.age_bound
-    except ValueError as error:
-        raise ValueError(f"config: staleness: {error}") from None
+    for section, derived in (("topology", "split"), ("staleness", "age_bound")):
+        try:
+            getattr(config, derived)
+        except ValueError as error:
+            raise ValueError(f"config: {section}: {error}") from None
+
+
+def check_model_folder(config: Config) -> None:
+    """ValueError where there is none and nothing would make it."""
+    path, make = config.model.path, config.model.make
+    if not Path(path).is_dir() and not make:
+        raise ValueError(f"model.path = {path!r}: no such folder, and model.make names nothing that makes it")
 
 
 def _get(config: Config, key: str) -> object:

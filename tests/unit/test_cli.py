@@ -37,6 +37,14 @@ def test_help_imports_no_torch_and_lists_every_section() -> None:
         (("simulat", TINY), "did you mean the command 'simulate'"),
         ((TINY, "--resum=never"), "--help"),
         (("check", TINY, "rollout.group_size=7"), "not a multiple"),
+        (("check", TINY, "topology.dp_replicate=2"), "1 trainer ranks cannot hold dp_replicate = 2"),
+        (("check", TINY, "inference.engine_on_rank0=false"), "leaves no engine with 1 inference rank"),
+        (
+            ("check", TINY, "inference.engine=vllm", "inference.tensor_parallel=2", "topology.inference=3"),
+            "3 ranks with an engine cannot be split into engines of 2 (inference.tensor_parallel)",
+        ),
+        (("check", TINY, "model.path=nowhere", "model.make="), "model.path = 'nowhere': no such folder"),
+        ((TINY, "--resume=newest"), "invalid choice: 'newest'"),
     ],
 )
 def test_mistakes_exit_with_2_and_one_line_before_torch_is_imported(args: tuple[str, ...], message: str) -> None:
@@ -51,3 +59,19 @@ def test_check_prints_the_bound_and_a_config_that_reads_back() -> None:
     assert end == {"code": 0, "torch": False}
     assert "max_staleness = 2" in out
     assert "age <= 2" in out.replace("≤", "<=")
+
+
+@pytest.mark.parametrize(
+    ("args", "resume"),
+    [
+        ((TINY, "--resume", "run.dir=x"), "must"),
+        (("--resume", TINY, "run.dir=x"), "must"),
+        ((TINY, "run.dir=x", "--resume"), "must"),
+        ((TINY, "--resume=never", "run.dir=x"), "never"),
+        ((TINY, "run.dir=x"), "auto"),
+    ],
+)
+def test_resume_may_stand_anywhere(args: tuple[str, ...], resume: str) -> None:
+    end, out, _ = _cli("check", *args)
+    assert end["code"] == 0
+    assert f'resume = "{resume}"' in out and 'dir = "x"' in out

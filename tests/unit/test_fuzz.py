@@ -72,7 +72,7 @@ def test_a_damaged_config_is_taken_or_refused_in_a_line(tmp_path, monkeypatch, c
     for seed in seeds:
         rng = random.Random(seed)
         path.write_bytes(mutate(rng.choice(CONFIGS).read_text(), rng).encode("utf-8", "surrogatepass"))
-        code = cli.main(["check", str(path)])
+        code = cli.main(["check", str(path), f"model.path={model}"])
         refusal = capsys.readouterr().err
         if code == 0:
             refusal, taken = prepared(path, tmp_path / f"run{seed}", model), taken + 1
