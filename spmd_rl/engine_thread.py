@@ -34,6 +34,7 @@ class EngineStats:
 
     busy_s: float = 0.0  # in steps and in swaps
     pause_s: float = 0.0  # in swaps alone
+    recompute_s: float = 0.0  # in steps for which a sequence waited that had begun before the last swap
     tokens: int = 0  # of completions handed back, wasted ones included
     wasted_tokens: int = 0  # of sequences that were restarted
     swaps: int = 0
@@ -208,9 +209,11 @@ class EngineThread:
         if not self._running:
             return
         self._progress("generating")
-        start = time.perf_counter()
+        recomputes, start = self.engine.recomputes, time.perf_counter()
         finished = self.engine.step()
-        self.stats.busy_s += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.stats.busy_s += seconds
+        self.stats.recompute_s += seconds if recomputes else 0.0
         for request_id, completion in finished:
             self._finish(request_id, self._running.pop(request_id), completion)
 

@@ -90,7 +90,7 @@ class InferenceRank:
     def _counts(self) -> dict[str, float]:
         engine, stats = self._engine.engine, self._engine.stats
         return {
-            **{name: getattr(stats, name) for name in ("busy_s", "pause_s", "tokens", "swaps")},
+            **{name: getattr(stats, name) for name in ("busy_s", "pause_s", "recompute_s", "tokens", "swaps")},
             "running": engine.num_running,
             "waiting": max(0, self._engine.num_requests - engine.num_running),
             "kv_used": engine.kv_used,

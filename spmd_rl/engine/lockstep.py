@@ -45,6 +45,10 @@ class Leader:
     def kv_used(self) -> float:
         return self._engine.kv_used
 
+    @property
+    def recomputes(self) -> bool:
+        return self._engine.recomputes
+
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         self._engine.submit(request_id, prompt, sampling)  # first, for it may refuse
         self._plan.append(["submit", request_id, prompt.tolist(), asdict(sampling)])

@@ -24,6 +24,10 @@ class Engine(Protocol):
     def kv_used(self) -> float:
         """Share of the KV cache that is taken; like num_running, readable from any thread."""
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a running request waits until what it has so far is computed again, under new weights."""
+
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         """Queue a prompt ([T] token ids); ValueError, naming the numbers, for one that cannot be served."""
 

@@ -154,6 +154,10 @@ class VllmEngine:
     def kv_used(self) -> float:
         return self._engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
 
+    @property
+    def recomputes(self) -> bool:
+        return self._recompute and any(r.versions and r.versions[-1] < self.version for r in self._running.values())
+
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
         if request_id in self._waiting or request_id in self._running:

@@ -64,6 +64,7 @@ class EngineFigures:
                 "idle": within[rank]["idle"] if within else None,
                 "updates": counts["swaps"],
                 "mean_pause_s": counts["pause_s"] / max(counts["swaps"], 1),
+                "mean_recompute_s": counts["recompute_s"] / max(counts["swaps"], 1),
             }
             for rank, counts in (self._newest[1] if self._newest else {}).items()
         }
@@ -76,6 +77,7 @@ def _between(first: tuple[float, Counts], last: tuple[float, Counts]) -> dict[in
     return {
         rank: {
             "tokens_per_s": (counts["tokens"] - old[rank]["tokens"]) / seconds,
+            "recompute": (counts["recompute_s"] - old[rank]["recompute_s"]) / seconds,
             "idle": max(0.0, 1.0 - (counts["busy_s"] - old[rank]["busy_s"]) / seconds),
             **{name: counts[name] for name in ("rollouts", "running", "waiting", "kv_used", "version")},
         }
@@ -84,7 +86,7 @@ def _between(first: tuple[float, Counts], last: tuple[float, Counts]) -> dict[in
 
 
 def _together(each: list[dict[str, float]]) -> dict[str, float]:
-    how = {"tokens_per_s": sum, "running": sum, "waiting": sum, "idle": _mean, "kv_used": max}
+    how = {"tokens_per_s": sum, "running": sum, "waiting": sum, "recompute": _mean, "idle": _mean, "kv_used": max}
     return {name: combine([own[name] for own in each]) for name, combine in how.items()}
 
 

@@ -84,7 +84,9 @@ def test_an_engine_that_takes_four_times_as_long_for_a_step_gets_a_fifth(folder)
 
 
 def counters(**changed: float) -> dict[str, float]:
-    zero = dict.fromkeys(("busy_s", "pause_s", "tokens", "swaps", "running", "waiting", "kv_used", "version"), 0)
+    zero = dict.fromkeys(
+        ("busy_s", "pause_s", "recompute_s", "tokens", "swaps", "running", "waiting", "kv_used", "version"), 0
+    )
     return {**zero, "rollouts": 0, **changed}
 
 
@@ -100,25 +102,46 @@ def test_figures_of_two_engines_since_the_count_before():
     figures.count(
         {
             0: counters(tokens=900, busy_s=10, running=4, waiting=1, kv_used=0.5, version=2, swaps=2, pause_s=0.3),
-            3: counters(tokens=100, busy_s=3, running=2, waiting=0, kv_used=0.7, version=1, rollouts=9),
+            3: counters(tokens=100, busy_s=3, recompute_s=1, running=2, waiting=0, kv_used=0.7, version=1, rollouts=9),
         }
     )
     figures.mark()
     assert figures.rates("step") == {
         "engine/tokens_per_s": 110.0,
         "engine/idle": 0.375,
+        "engine/recompute": 0.0625,
         "engine/running": 6,
         "engine/waiting": 1,
         "engine/kv_used": 0.7,
-        **{f"engine/rank0/{k}": v for k, v in {"tokens_per_s": 100.0, "idle": 0.0, "rollouts": 0}.items()},
+        **{
+            f"engine/rank0/{k}": v
+            for k, v in {"tokens_per_s": 100.0, "idle": 0.0, "recompute": 0.0, "rollouts": 0}.items()
+        },
         **{f"engine/rank0/{k}": v for k, v in {"running": 4, "waiting": 1, "kv_used": 0.5, "version": 2}.items()},
-        **{f"engine/rank3/{k}": v for k, v in {"tokens_per_s": 10.0, "idle": 0.75, "rollouts": 9}.items()},
+        **{
+            f"engine/rank3/{k}": v
+            for k, v in {"tokens_per_s": 10.0, "idle": 0.75, "recompute": 0.125, "rollouts": 9}.items()
+        },
         **{f"engine/rank3/{k}": v for k, v in {"running": 2, "waiting": 0, "kv_used": 0.7, "version": 1}.items()},
     }
     assert figures.idle == 0.35  # over all ten seconds
     assert figures.summary() == {
-        "rank0": {"rollouts": 0, "tokens": 900, "idle": 0.0, "updates": 2, "mean_pause_s": 0.15},
-        "rank3": {"rollouts": 9, "tokens": 100, "idle": 0.7, "updates": 0, "mean_pause_s": 0.0},
+        "rank0": {
+            "rollouts": 0,
+            "tokens": 900,
+            "idle": 0.0,
+            "updates": 2,
+            "mean_pause_s": 0.15,
+            "mean_recompute_s": 0.0,
+        },
+        "rank3": {
+            "rollouts": 9,
+            "tokens": 100,
+            "idle": 0.7,
+            "updates": 0,
+            "mean_pause_s": 0.0,
+            "mean_recompute_s": 1.0,
+        },
     }
 
 
@@ -129,7 +152,9 @@ def test_one_engine_is_all_there_is_to_say():
         figures.count({0: counters(tokens=tokens)})
         rates = figures.rates("step")
     assert rates["engine/tokens_per_s"] == 100  # the last count but one is too young
-    assert rates.keys() == {f"engine/{name}" for name in ("tokens_per_s", "running", "waiting", "idle", "kv_used")}
+    assert rates.keys() == {
+        f"engine/{name}" for name in ("tokens_per_s", "running", "waiting", "recompute", "idle", "kv_used")
+    }
 
 
 def test_a_step_has_the_rates_of_the_step_whoever_counts_in_between():

@@ -22,6 +22,10 @@ class CountingEngine:
         self.num_entered = 0
         self.closed = False
 
+    @property
+    def recomputes(self) -> bool:
+        return any(tokens and tokens[-1] < self.version for _, tokens in self.running.values())
+
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         if len(prompt) == 0:
             raise ValueError("empty prompt")
@@ -102,6 +106,7 @@ def test_running_sequences_do_at_an_update_what_on_update_says(
     assert wasted_tokens == wasted
     assert thread.stats.swaps == 1
     assert thread.stats.tokens == 5 + wasted
+    assert (0 < thread.stats.recompute_s < thread.stats.busy_s) == (on_update == "continue")  # the step after the swap
 
 
 async def _pinned(thread: EngineThread, upto: int | None) -> tuple[int, float]:

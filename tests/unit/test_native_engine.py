@@ -238,6 +238,21 @@ def test_swaps_at_every_step_still_stamp_and_compute_each_token_by_its_version(t
         assert len(set(done[i].versions.tolist())) > 2
 
 
+@pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
+def test_an_engine_recomputes_until_all_that_had_begun_go_on(kv_on_update: str, tmp_path: Path) -> None:
+    save("qwen3", tmp_path, seed=0)
+    engine = _engine(tmp_path, kv_on_update=kv_on_update, prefill_budget=16)
+    engine.submit(0, _prompt(25), Sampling(max_tokens=12))
+    seen = []
+    for step in range(6):
+        if step == 3:  # two tokens
+            engine.load_weights(_weights(tmp_path), 1)
+            engine.submit(1, _prompt(5), Sampling(max_tokens=12))
+        seen.append(engine.recomputes)
+        engine.step()
+    assert seen == [False, False, False, kv_on_update == "recompute", kv_on_update == "recompute", False]
+
+
 def test_kept_keys_belong_to_old_weights_but_a_new_sequence_never_sees_them(tmp_path: Path) -> None:
     save("qwen3", tmp_path / "old", seed=0)
     new = load(save("qwen3", tmp_path / "new", seed=1))
