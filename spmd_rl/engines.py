@@ -74,7 +74,7 @@ def make_receiver(
             rank=world.rank,
         )
     common = {"specs": specs, "meta_groups": world.wts_meta, "payload_groups": world.wts, "device": world.device}
-    common |= {"deliver": deliver, "failed": failed}
+    common |= {"deliver": deliver, "failed": failed, "copied": config.inference.engine == "vllm"}
     if config.lora.sync == "merged":
         return WeightReceiver(**common, in_place=config.weights.receive == "in_place")
     lora = Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets)

@@ -173,7 +173,8 @@ class Weights:
     """versions of which one is sent whole although mode = delta"""
     receive: str = "shadow"
     """shadow | in_place: into memory of its own while the engine goes on, or over the version before while it pauses:
-    one set of weights less; the pause is as long as the transfer and, on CPUs, the layout for the processor"""
+    one set of weights less; the pause is as long as the transfer and, on CPUs, the layout for the processor (native
+    only: vllm copies what it takes, and needs one set beside its own)"""
 
 
 @SETTINGS

@@ -192,6 +192,8 @@ class VllmEngine:
         if self._tied and self._device.type == "cpu":
             head = self._engine.model_executor.driver_worker.get_model().lm_head  # its packed copy is still the old one
             head.quant_method.process_weights_after_loading(head)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # copied: the tensors may be overwritten, on another stream
         if self._recompute and not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(f"vLLM did not drop its KV cache of version {self.version}")
         self._engine.set_weight_version(str(version))

@@ -146,12 +146,13 @@ class AdapterReceiver:
         device: torch.device,
         deliver: Deliver,
         failed: Failed,
+        copied: bool = False,  # see WeightReceiver: one set of weights is enough
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._specs, self._lora, self._senders = specs, lora, list(meta_groups)
         self._device, self._deliver = device, deliver
         self._frozen: dict[str, Tensor] = {}
-        self._models: list[dict[str, Tensor]] = []  # by version modulo 2
+        self._copied, self._models = copied, list[dict[str, Tensor]]()  # by version modulo their number
         self._make = partial(
             WeightReceiver,
             meta_groups=meta_groups,
@@ -177,7 +178,7 @@ class AdapterReceiver:
     def _take_frozen(self, version: int, fetch: Fetch) -> None:
         self._frozen = fetch().tensors
         layout = shard_layout(self._specs)
-        for _ in range(2):
+        for _ in range(1 if self._copied else 2):
             model = views(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._device), layout)
             for name, tensor in model.items():
                 tensor.copy_(self._frozen[name])
@@ -187,13 +188,13 @@ class AdapterReceiver:
 
     def _go_on(self) -> None:
         specs = version_specs(self._specs, self._lora, len(self._senders))
-        self._receiver = self._make(specs=specs, deliver=self._merge)
+        self._receiver = self._make(specs=specs, deliver=self._merge, copied=self._copied)
         self._receiver.start()
 
     def _merge(self, version: int, fetch: Fetch) -> None:
         received, started = fetch(), time.perf_counter()
         additions = received.tensors
-        model, names, sums = self._models[version % 2], [], []
+        model, names, sums = self._models[version % len(self._models)], [], []
         for spec in self._lora.chosen(self._specs):
             layer = spec.name.removesuffix(".weight")
             a, b, frozen = additions[f"{layer}.lora_a"], additions[f"{layer}.lora_b"], self._frozen[spec.name]

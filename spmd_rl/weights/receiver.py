@@ -45,6 +45,7 @@ class WeightReceiver:
     has swapped to v, so what it used before may be overwritten.  At most one version is received ahead.
     With `in_place` there is one buffer: `deliver` is called when a version begins to come, and `fetch()`, called when
     the engine stands still, waits until it has overwritten the one before.
+    With `copied` there is one buffer, which no engine computes with: `release(v)` gives it free for v + 1.
     The end of the senders ends the thread; any error ends it with one call of `failed`.
     """
 
@@ -60,6 +61,7 @@ class WeightReceiver:
         ended: Callable[[], None] = lambda: None,  # in that thread, after the senders' end
         num_buffers: int = 2,  # 1 is enough for a stream of one version
         in_place: bool = False,  # one buffer for all versions; the engine waits while one comes
+        copied: bool = False,  # into memory of the engine's own, before a version is released
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._meta_groups, self._payload_groups = dict(meta_groups), dict(payload_groups)
@@ -75,7 +77,7 @@ class WeightReceiver:
             for index, sender in enumerate(self._meta_groups)
         }
         # zeros touch every page once: a first write to fresh memory costs as much as the copy
-        num_buffers = 1 if in_place else num_buffers
+        num_buffers = 1 if in_place or copied else num_buffers
         self._buffers = [torch.zeros(whole.num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         self._tensors = [views(buffer, whole) for buffer in self._buffers]
         backends = {dist.get_backend(group) for group in self._payload_groups.values()}
@@ -95,7 +97,7 @@ class WeightReceiver:
                 )
                 for _ in range(IN_FLIGHT)
             ]
-        self._in_place = in_place
+        self._in_place, self._copied = in_place, copied
         self._free = threading.Semaphore(0 if in_place else num_buffers)
         self._released: int | None = None
         self._version: int | None = None
@@ -109,13 +111,13 @@ class WeightReceiver:
         self._thread.start()
 
     def release(self, version: int) -> None:
-        """The engine has swapped to `version`: the buffer of the version before may be overwritten."""
-        if self._released is not None:
-            if version != self._released + 1:
-                raise RuntimeError(f"released version {version} after {self._released}")
-            if not self._in_place:
-                self._free.release()
+        """The engine has swapped to `version`: the buffer of the version before, or `copied`, may be overwritten."""
+        first = self._released is None
+        if not first and version != self._released + 1:
+            raise RuntimeError(f"released version {version} after {self._released}")
         self._released = version
+        if self._copied or not (first or self._in_place):
+            self._free.release()
 
     def join(self, *, timeout_s: float = 20.0) -> None:
         """Wait for the end of the senders; raises if it does not come in time."""

@@ -89,6 +89,7 @@ def make_receiver(
     deliver: Callable[..., None],
     failed: Callable[[Exception], None] = raises,
     lora: Lora = LORA,
+    copied: bool = False,
 ) -> AdapterReceiver:
     return AdapterReceiver(
         specs=specs(dtype),
@@ -99,6 +100,7 @@ def make_receiver(
         device=CPU,
         deliver=deliver,
         failed=failed,
+        copied=copied,
         bucket_bytes=512,
     )
 
@@ -118,38 +120,45 @@ def trains(world: World, dtype: torch.dtype, exact: torch.dtype) -> list[tuple[A
     return done
 
 
-def decodes(world: World, dtype: torch.dtype, exact: torch.dtype) -> list[tuple[list[int], dict]]:
+def decodes(world: World, dtype: torch.dtype, exact: torch.dtype, copied: bool = False) -> list[tuple[list[int], dict]]:
     """(checksums, whole weights in bits) of each version; live ones stay as they are until the next are."""
     arrived: queue.Queue[Received] = queue.Queue()
-    receiver = make_receiver(world, dtype, exact, lambda version, fetch: arrived.put(fetch()))
+    receiver = make_receiver(world, dtype, exact, lambda version, fetch: arrived.put(fetch()), copied=copied)
     receiver.start()
-    seen, live, before = [], {}, {}
+    seen, live, before, places = [], {}, {}, set()
     for version in range(FIRST, LAST + 1):
         received = arrived.get(timeout=LIMIT_S)
         tensors = received.tensors
         assert (received.version, list(tensors)) == (version, list(SHAPES))
         assert all((bits(tensor) == before[name]).all() for name, tensor in live.items())
-        live, before = tensors, {name: bits(tensor) for name, tensor in tensors.items()}
+        before = {name: bits(tensor) for name, tensor in tensors.items()}
+        if copied:
+            with pytest.raises(queue.Empty):  # nothing is merged over what was not copied yet
+                arrived.get(timeout=0.3)
+            assert all((bits(tensor) == before[name]).all() for name, tensor in tensors.items())
+        live = {} if copied else tensors
+        places.add(tensors[CHOSEN[0] + ".weight"].data_ptr())
         seen.append((received.checksums, before))
         receiver.release(version)
     receiver.join(timeout_s=LIMIT_S)
+    assert len(places) == (1 if copied else 2)
     return seen
 
 
-def lives(world: World, *settings: torch.dtype) -> list[tuple]:
-    return trains(world, *settings) if world.role == "trainer" else decodes(world, *settings)
+def lives(world: World, dtype: torch.dtype, exact: torch.dtype, copied: bool = False) -> list[tuple]:
+    return trains(world, dtype, exact) if world.role == "trainer" else decodes(world, dtype, exact, copied)
 
 
 @pytest.mark.parametrize(
-    ("num_inference", "num_trainers", "dtype", "exact"),
+    ("num_inference", "num_trainers", "dtype", "exact", "copied"),
     [
-        (2, 1, torch.float32, torch.float32),
-        (1, 2, torch.bfloat16, torch.bfloat16),
-        (1, 3, torch.bfloat16, torch.float32),
+        (2, 1, torch.float32, torch.float32, False),
+        (1, 2, torch.bfloat16, torch.bfloat16, True),
+        (1, 3, torch.bfloat16, torch.float32, False),
     ],
 )
-def test_engines_hold_the_bits_of_the_merged_weights(num_inference, num_trainers, dtype, exact):
-    answers = run_worlds(lives, num_inference, num_trainers, dtype, exact)
+def test_engines_hold_the_bits_of_the_merged_weights(num_inference, num_trainers, dtype, exact, copied):
+    answers = run_worlds(lives, num_inference, num_trainers, dtype, exact, copied)
     trainers = answers[num_inference:]
     for engine in answers[:num_inference]:
         for step, (checksums, weights) in enumerate(engine):

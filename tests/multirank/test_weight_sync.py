@@ -515,6 +515,38 @@ def test_one_version_is_received_ahead_and_no_more():
     run_worlds(runs_ahead, 1, 1)
 
 
+def waits_for_a_copy(world: World, delta: bool) -> None:
+    """An engine that copies: the one buffer is free for the next version after its release, the first one's too."""
+    specs = manifest(small_model(0))
+    if world.role == "trainer":
+        model = small_model(0)
+        sender = make_sender(world, model, specs, delta=delta)
+        for version in range(3):
+            sender.publish(version)
+            nudge(model, version)
+        assert (sender.wait().sent_bytes < sender.report.num_bytes / 2) == delta
+        sender.close()
+        return
+    arrived: queue.Queue[Received] = queue.Queue()
+    receiver = make_receiver(world, specs, into(arrived), copied=True)
+    places = set()
+    for version in range(3):
+        received = arrived.get(timeout=LIMIT_S)
+        with pytest.raises(queue.Empty):
+            arrived.get(timeout=0.3)
+        assert received.version == version
+        same_bytes(received.tensors, nudged(version), torch.float32)
+        places.add(received.tensors["embed.weight"].data_ptr())
+        receiver.release(version)
+    receiver.join(timeout_s=LIMIT_S)
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_an_engine_that_copies_its_weights_needs_one_buffer(delta):
+    run_worlds(waits_for_a_copy, 1, 1, delta)
+
+
 def loses_an_engine(world: World) -> str:
     specs = manifest(small_model(0))
     if world.role == "inference":

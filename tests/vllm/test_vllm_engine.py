@@ -148,7 +148,9 @@ def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(engine_that
     for version in (1, 2):
         for _ in range(7):
             done |= dict(engine.step())
+        assert not engine.recomputes
         engine.load_weights(weights(version), version)
+        assert engine.recomputes
     done |= finish(engine)
     mixed, far = 0, []
     for request, temperature in enumerate(temperatures):
@@ -186,6 +188,17 @@ def test_a_second_engine_in_the_process_is_refused(engine_that, tmp_path):
     engine.load_weights(weights(0), 0)
     engine.submit(0, prompt_of(40), Sampling(max_tokens=3))
     assert len(finish(engine)[0].token_ids) == 3
+
+
+def test_weights_are_copied(engine_that):
+    """What they came in may be overwritten at once."""
+    engine, tensors = engine_that("recompute"), weights(1)
+    engine.load_weights(tensors, 1)
+    for tensor in tensors.values():
+        tensor.zero_()
+    engine.submit(0, prompt_of(40), Sampling(max_tokens=8, seed=1))
+    got = finish(engine)[0]
+    assert np.abs(expected(1, prompt_of(40), got.token_ids) - got.logprobs).max() <= TOLERANCE
 
 
 def test_an_update_drops_the_prefixes_of_older_weights(engine_that):
