@@ -121,9 +121,9 @@ class InferenceRank:
             words = {"version": version, "checksums": received.checksums, "receive_s": received.receive_s}
             words["pause_s"] = pause_s
             self._loop.call_soon_threadsafe(self._send, Message(Kind.LOADED, words))
-            if self._probe and version % self._probe_every == 0:
-                logprobs = np.concatenate([self._engine.engine.score(sequence) for sequence in self._probe])
-                message = Message(Kind.PROBED, {"version": version}, {"logprobs": logprobs})
+            if self._probe_every and version % self._probe_every == 0:  # none where the event loop was held up for long
+                scores = [np.empty(0, np.float32), *map(self._engine.engine.score, self._probe)]
+                message = Message(Kind.PROBED, {"version": version}, {"logprobs": np.concatenate(scores)})
                 self._loop.call_soon_threadsafe(self._send, message)
 
         self._engine.load(lambda: fetch().tensors, version, swapped)

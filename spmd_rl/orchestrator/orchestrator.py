@@ -548,15 +548,19 @@ class Orchestrator:
         self.ledger.assert_generated(accounted, await self._count_engines())
 
     async def _compare_probe(self, version: int) -> None:
-        """Mismatch of engines and trainers on the same tokens at the same version.  Waits for their scores."""
+        """Mismatch of engines and trainers on the same tokens at the same version.  Waits for their scores.
+
+        Those of an engine are empty when it took the version before it heard of the probe.
+        """
         *engines, trainer = (await self._scores.all(version))[: len(self._links.engines) + 1]
-        worst = {"probe/kl": 0.0, "probe/max_difference": 0.0, "probe/tokens": int(np.count_nonzero(trainer))}
-        for engine in engines:
-            difference = trainer.astype(np.float64) - engine
-            worst["probe/kl"] = max(worst["probe/kl"], float(np.mean(np.expm1(difference) - difference)))
-            worst["probe/max_difference"] = max(worst["probe/max_difference"], float(np.abs(difference).max()))
+        differences = [trainer.astype(np.float64) - engine for engine in engines if len(engine)]
+        worst = {"probe/missed": len(engines) - len(differences)}
+        if differences:
+            worst["probe/kl"] = max(float(np.mean(np.expm1(d) - d)) for d in differences)
+            worst["probe/max_difference"] = max(float(np.abs(d).max()) for d in differences)
+            worst["probe/tokens"] = int(np.count_nonzero(trainer))
+            self._report.probed(worst)
         self._recorder.write("probe", version, worst)
-        self._report.probed(worst)
 
     # ---- evaluation, checkpoints, intervals
 

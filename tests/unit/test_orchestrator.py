@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 from collections import Counter
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
 from spmd_rl import config as config_module
@@ -26,6 +28,9 @@ class Ranks:
 
     def __init__(self, folder, *, steps=6, version=0, shutdown_s=60.0, **sections):
         self.lines: list[tuple[str, int]] = []  # of metrics: kind and version
+        self.values: dict[tuple[str, int], dict] = {}  # of those
+        self.probe: list | None = None
+        self.engine_scores = lambda version: []  # of the probe
         self.saved: list[tuple[int, list]] = []  # checkpoints: version, and the lines at that moment
         self.state: tuple = ()  # of the newest checkpoint
         self.evaluating: list = []  # works of evaluations in flight
@@ -60,7 +65,7 @@ class Ranks:
                 stats=lambda number: self._soon(self._count, number),
                 pin=lambda number, upto: self._soon(self.orchestrator.pin.answered, number, ENGINE, self.version, 0.0),
                 batch=lambda index, packed, save: self._soon(self._train, index + 1, save),
-                probe=lambda sequences: None,
+                probe=lambda sequences: setattr(self, "probe", sequences),
                 finish_training=self._finish,
             ),
             recorder=self,
@@ -115,6 +120,7 @@ class Ranks:
 
     def write(self, kind, version, values) -> None:
         self.lines.append((kind, version))
+        self.values[kind, version] = values
         self._changed.set()
 
     def _soon(self, call, *args) -> None:
@@ -148,6 +154,9 @@ class Ranks:
         self.orchestrator.sent(TRAINER, self.version, sent)
         for rank, checksums in self.held.items():
             self.orchestrator.loaded(rank, self.version, Loaded(checksums=checksums, receive_s=0.0, pause_s=0.0))
+        if self.probe:
+            self.orchestrator.scored(TRAINER, self.version, np.array([0.0, -1.0, -2.0], np.float32))
+            self.orchestrator.scored(ENGINE, self.version, np.array(self.engine_scores(self.version), np.float32))
 
     def _complete(self, version, words, rollouts) -> None:
         self.saved.append((version, list(self.lines)))
@@ -166,6 +175,28 @@ def test_every_step_and_every_evaluation_is_recorded_once(tmp_path):
         assert ranks.count("step") == {version: 1 for version in range(1, 7)}
         assert ranks.count("eval")[0] == ranks.count("eval")[6] == 1
         assert ranks.exported and [version for version, _ in ranks.saved] == [6]
+
+    asyncio.run(main())
+
+
+def test_a_probe_that_an_engine_missed_is_waited_for_by_nobody(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, steps=3)
+        ranks.engine_scores = lambda version: [0.0, -1.5, -2.0] if version > 1 else []
+        async with ranks.running() as task:
+            assert await task == "done"
+        missed, first, second = (ranks.values["probe", version] for version in (1, 2, 3))
+        assert missed == {"probe/missed": 1}
+        assert (
+            first
+            == second
+            == {
+                "probe/missed": 0,
+                "probe/kl": pytest.approx((math.exp(0.5) - 1.5) / 3),
+                "probe/max_difference": 0.5,
+                "probe/tokens": 2,
+            }
+        )
 
     asyncio.run(main())
 
