@@ -27,6 +27,12 @@ class Job:
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())
 
+    @property
+    def probe_difference(self) -> float:
+        """Largest between log-probs of engines and trainer at one version."""
+        probes = [probe for probe in self.metrics("probe") if "probe/max_difference" in probe]  # not missed
+        return max(probe["probe/max_difference"] for probe in probes)
+
     def metrics(self, kind: str) -> list[dict]:
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["kind"] == kind]

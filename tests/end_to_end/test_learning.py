@@ -26,7 +26,7 @@ def _assert_done(job: Job, steps: int) -> None:
     used = sum(ledger["tokens"].values())
     assert ledger["generated_tokens"] == used + ledger["wasted_tokens"] + ledger["waiting_tokens"]
     assert ledger["waiting_tokens"] == 0
-    assert summary["probe_kl_max"] < 1e-4
+    assert job.probe_difference <= 1e-5
 
 
 @pytest.fixture(scope="module")

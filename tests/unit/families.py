@@ -7,12 +7,17 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 97
@@ -51,6 +56,20 @@ CONFIGS: dict[str, PretrainedConfig] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
 }
+OTHERS = {  # that nothing here was written for
+    "phi3": Phi3Config(**(SHAPE | dict(pad_token_id=0))),
+    "gemma2": Gemma2Config(
+        **(SHAPE | dict(pad_token_id=0)),
+        head_dim=8,
+        sliding_window=7,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=None,  # is refused
+    ),
+    "olmo2": Olmo2Config(**(SHAPE | dict(pad_token_id=0))),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    "gpt_neox": GPTNeoXConfig(**{name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}),
+}
 WIDE = {  # engines lay its matrices out for the processor
     "wide": LlamaConfig(
         **(SHAPE | dict(hidden_size=512, intermediate_size=768, num_hidden_layers=2, initializer_range=0.04)),
@@ -62,7 +81,7 @@ WIDE = {  # engines lay its matrices out for the processor
 def save(name: str, folder: Path, seed: int = 0) -> Path:
     """A random model of a family in `folder`, biases and norms random too."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((CONFIGS | WIDE)[name])
+    model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS | WIDE)[name])
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -71,6 +90,6 @@ def save(name: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def load(folder: Path) -> torch.nn.Module:
+def load(folder: Path, attention: str = "sdpa") -> torch.nn.Module:
     """The model as plain transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation=attention).eval()

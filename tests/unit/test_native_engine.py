@@ -13,7 +13,7 @@ from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.sampling import Uniforms, sample
 from spmd_rl.model import build
 from spmd_rl.types import Completion, Sampling
-from tests.unit.families import CONFIGS, VOCAB, WIDE, load, save
+from tests.unit.families import CONFIGS, OTHERS, VOCAB, WIDE, load, save
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -70,6 +70,18 @@ def test_log_probs_equal_a_plain_forward(family: str, functional: bool, tmp_path
     assert len({done[i].token_ids[:5].tobytes() for i in (1, 2, 4)}) == 3  # one prompt, three seeds
     assert engine.num_generated_tokens == sum(5 + 13 * i for i in range(7))
     assert engine.num_prefill_tokens == 1 + 11 + 40 + 70 + 2  # the shared prompt once
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_log_probs_of_an_architecture_that_is_not_known_equal_a_plain_forward(family: str, tmp_path: Path) -> None:
+    plain = load(save(family, tmp_path), attention="eager")
+    engine = _engine(tmp_path, dict(plain.named_parameters()), max_slots=4, prefill_budget=16)
+    prompts = [_prompt(1), _prompt(11), _prompt(11), _prompt(40)]
+    for i, prompt in enumerate(prompts):
+        engine.submit(i, prompt, Sampling(max_tokens=10 + 10 * i, seed=i))
+    done = _run(engine)
+    for i, prompt in enumerate(prompts):
+        np.testing.assert_allclose(done[i].logprobs, _expected(plain, prompt, done[i].token_ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", CONFIGS | WIDE)
