@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PREFETCH = 1  # batches shipped ahead of the one that is trained; the ship gate's S takes its place
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
@@ -33,6 +35,11 @@ class Bound:
 
     def __str__(self) -> str:
         return self.line
+
+
+def batches_ahead(*, gate: str, max_staleness: int) -> int:
+    """Batches that are shipped before the version of the first of them is live."""
+    return max_staleness if gate == "ship" else PREFETCH
 
 
 def age_bound(

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmd_rl import topology
-from spmd_rl.bounds import Bound, age_bound
+from spmd_rl.bounds import Bound, age_bound, batches_ahead
 
 SETTINGS = dataclass(frozen=True, kw_only=True)
-PREFETCH = 1  # batches shipped ahead of the one that is trained; the ship gate's S takes its place
 
 
 @SETTINGS
@@ -370,7 +369,7 @@ class Config:
     @property
     def batches_ahead(self) -> int:
         """Batches that are shipped before the version of the first of them is live."""
-        return self.staleness.max_staleness if self.staleness.gate == "ship" else PREFETCH
+        return batches_ahead(gate=self.staleness.gate, max_staleness=self.staleness.max_staleness)
 
     @property
     def weights_kept(self) -> int:

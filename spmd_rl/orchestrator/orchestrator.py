@@ -377,8 +377,8 @@ class Orchestrator:
             given_up = self.path.take_given_up()
             values = batch_metrics(batch, given_up=given_up, usable=self.sink.usable, ages=self._report.ages)
             values |= reward_metrics([*batch.rollouts, *itertools.chain.from_iterable(given_up.values())])
-            values["admission/used"] = self.path.used_slots(index)
             values["time/parked_s"] = await self.hold.wait(index)
+            values["admission/used"] = self.path.used_slots(index)
             self._values[index + 1] = values
             packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch, self.sink.usable)
             if not self._probe and self._config.run.probe_every:

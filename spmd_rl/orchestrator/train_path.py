@@ -103,7 +103,7 @@ class TrainPath:
         return self._dispatcher.output_depth + waiting // self._sink.group_size
 
     def used_slots(self, index: int) -> int:
-        """Slots in batch `index`, just formed, running, or waiting for one that runs: all but those that lie ready."""
+        """Slots in batch `index`, the newest one, running, or waiting for one that runs: all that do not lie ready."""
         gate = self._gate
         return gate.accepted - index * gate.batch_size + gate.running - self._sink.num_ready
 

@@ -22,6 +22,7 @@ COLUMNS = {  # heading -> value
     "max": lambda r: str(r.age_max),
     "trainer idle": lambda r: f"{r.trainer_idle:.1%}",
     "engine idle": lambda r: f"{r.engine_idle:.1%}",
+    "places empty": lambda r: f"{r.places_empty:.1%}",
     "rollouts/s": lambda r: f"{r.rollouts_per_s:.3g}",
     "dropped": lambda r: f"{r.dropped:.1%}",
 }
@@ -137,9 +138,10 @@ def _draw(key: str, results: dict[str, SimResult], path: Path, *, title: str) ->
     ages.plot(values, bounds, color="black", linestyle="--", label="bound")
     ages.set(xlabel=key, ylabel="age, versions")
     ages.legend()
-    for label, of in (("trainer", "trainer_idle"), ("engine", "engine_idle")):
+    shares = {"trainer idle": "trainer_idle", "engine idle": "engine_idle", "places empty": "places_empty"}
+    for label, of in shares.items():
         idle.plot(values, [100 * getattr(r, of) for r in runs], marker="o", label=label)
-    idle.set(xlabel=key, ylabel="idle share, %", ylim=(-2, 102))
+    idle.set(xlabel=key, ylabel="share, %", ylim=(-2, 102))
     idle.legend()
     speed.plot(values, [r.rollouts_per_s for r in runs], marker="o", color="tab:green")
     speed.set(xlabel=key, ylabel="rollouts trained per second")

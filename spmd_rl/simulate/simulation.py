@@ -18,7 +18,7 @@ from itertools import repeat
 
 import numpy as np
 
-from spmd_rl.bounds import Bound, age_bound
+from spmd_rl.bounds import Bound, age_bound, batches_ahead
 from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator.ages import AgeStats
 from spmd_rl.orchestrator.dispatcher import Dispatcher
@@ -67,7 +67,8 @@ class SimResult:
     age_bound: int | None
     bound_line: str
     trainer_idle: float  # share of the time from the first batch on in which the trainer waited
-    engine_idle: float  # share of the C places that stood empty
+    engine_idle: float  # share of the time in which no rollout ran at all, as a run measures it
+    places_empty: float  # of the C places, on average
     rollouts_per_s: float  # trained
     dropped: float  # share of the admitted rollouts
     filtered: float
@@ -121,7 +122,7 @@ class _Simulation:
         self.coin = random.Random(seed)
         self.ages = AgeStats()
         self.waited_s = self.busy_s = 0.0
-        self.place_s = self.counted_to_s = 0.0  # places taken, integrated up to a time
+        self.place_s = self.empty_s = self.counted_to_s = 0.0  # places taken, and none at all, up to a time
         self.most_slots = 0
         self.loop: VirtualLoop | None = None
         self.timers: dict[int, list[asyncio.TimerHandle]] = {}  # by group_id, only where groups can be aborted
@@ -183,28 +184,23 @@ class _Simulation:
         return self.result()
 
     async def form(self) -> None:
-        """Admission gate: a batch is formed when the trainer is free; ship gate: held until version >= index - S."""
-        ahead = self.settings.max_staleness if self.settings.gate == "ship" else 0
+        """As the orchestrator ships."""
+        ahead = batches_ahead(gate=self.settings.gate, max_staleness=self.settings.max_staleness)
         self.hold = ShipHold(self.policy, max_staleness=ahead, clock=self.loop.time)
         index = 0
-        while True:
-            if self.settings.gate == "admission":
-                await self.policy.reached(index)
-            if (batch := await self.path.form(index)) is None:
-                break
+        while (batch := await self.path.form(index)) is not None:
             await self.hold.wait(index)
-            self.shipped.put_nowait(batch)
+            self.shipped.put_nowait((batch, self.path.used_slots(index)))
             index += 1
         self.shipped.put_nowait(None)
 
     async def train(self, steps: int | None) -> None:
         while steps is None or self.policy.version < steps:
             start = self.loop.time()
-            batch = await self.shipped.get()
-            if batch is None:
+            if (shipped := await self.shipped.get()) is None:
                 return
+            batch, used = shipped
             waited_s = self.loop.time() - start if batch.index else 0.0
-            used = self.path.used_slots(batch.index)
             self.ages.add(batch)
             if self.on_batch is not None:
                 self.on_batch(batch)
@@ -264,8 +260,9 @@ class _Simulation:
 
     def count_places(self, change: int = 0) -> None:
         """Add the time since the last call, in which `change` more episodes ran than now."""
-        now = self.loop.time()
-        self.place_s += (self.dispatcher.in_flight + change) * (now - self.counted_to_s)
+        now, running = self.loop.time(), self.dispatcher.in_flight + change
+        self.place_s += running * (now - self.counted_to_s)
+        self.empty_s += (not running) * (now - self.counted_to_s)
         self.counted_to_s = now
 
     def result(self) -> SimResult:
@@ -281,7 +278,8 @@ class _Simulation:
             age_bound=bound.age,
             bound_line=bound.line,
             trainer_idle=self.waited_s / max(self.waited_s + self.busy_s, 1e-9),
-            engine_idle=1.0 - self.place_s / max(self.settings.max_concurrent * duration_s, 1e-9),
+            engine_idle=self.empty_s / max(duration_s, 1e-9),
+            places_empty=1.0 - self.place_s / max(self.settings.max_concurrent * duration_s, 1e-9),
             rollouts_per_s=self.policy.version * self.settings.batch_size / max(duration_s, 1e-9),
             dropped=counts["dropped"] / admitted,
             filtered=counts["filtered"] / admitted,

@@ -303,3 +303,15 @@ def test_a_sweep_without_values_is_refused(tmp_path):
 def test_the_columns_of_the_table_line_up():
     lines = table("S", {"0": run("fixed:3", steps=10), "10": run("fixed:3", steps=10, max_staleness=10)}).splitlines()
     assert len({len(line) for line in lines[:3]}) == 1
+
+
+def test_idle_engines_are_those_without_any_work_and_places_are_counted_one_by_one():
+    """Taken in turns: 8 of 16 places for 3 s, then a step of 1 s, four times over."""
+    result = run("fixed:3", max_staleness=0, max_concurrent=16, steps=4)
+    assert (result.duration_s, result.engine_idle, result.places_empty) == (16.0, 0.25, 1 - 8 * 12 / (16 * 16))
+
+
+def test_batches_are_formed_ahead_of_the_trainer_as_in_a_run():
+    """24 rollouts end at 3 s: of three batches two are shipped at once; later ones are full 2 s before a step ends."""
+    result = run("fixed:3", steps=3, trainer_seconds=5.0)
+    assert result.parked_s == 5.0 + 2.0 + 2.0  # from 3 to 8 s, 11 to 13 s, 16 to 18 s
