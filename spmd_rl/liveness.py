@@ -42,6 +42,7 @@ _FAILURE = "liveness/failure"
 _LOST_PEER = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|takes no more messages", re.IGNORECASE
 )
+_GLOO_FRAME = re.compile(r"^\[[^]]*\] |\. This .*", re.DOTALL)  # its source line, and its advice to whoever wrote us
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,8 +197,13 @@ class Liveness:
         self.report(text, after_s=CONSEQUENCE_S if _LOST_PEER.search(str(error)) else 0.0)
 
     def lost(self, peer: int, error: Exception) -> None:
-        """The connection to a peer has broken."""
-        self.report(f"connection from rank {self._rank} lost: {type(error).__name__}: {error}", rank=peer)
+        """The way to a peer has broken: the peer is named, unless the error says nothing of a connection."""
+        if isinstance(error, ConnectionError) or _LOST_PEER.search(str(error)):
+            reason = _GLOO_FRAME.sub("", str(error))
+            self.report(f"it no longer answers rank {self._rank} ({type(error).__name__}: {reason})", rank=peer)
+        else:
+            error.add_note(f"in a message from or for rank {peer}")
+            self.failed(error)
 
     def close(self) -> None:
         """Leave in good order: from here on this rank is not missed."""

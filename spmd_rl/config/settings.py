@@ -94,7 +94,7 @@ class Rollout:
     max_retries: int = 1
     """further attempts of an episode that raised, before it counts as failed"""
     max_failure_rate: float = 0.5
-    """share of failed episodes among two batches' worth of them, beyond which the run fails; 1: any"""
+    """share of failed episodes among the last two batches' worth of them, beyond which the run fails; 1: never"""
     long_prompts: str = "skip"
     """skip: prompts that leave no room in inference.max_seq_len fail, counted; refuse: the first one ends the run"""
 
@@ -108,7 +108,7 @@ class Data:
     max_solve_rate: float = 1.0
     """tasks solved more often than this are passed over; 1: off"""
     revisit: float = 0.1
-    """share of such draws that are run nevertheless, to see whether that has changed"""
+    """share of the tasks passed over that are run all the same, to see whether their solve rate has changed"""
 
 
 @SETTINGS
@@ -169,7 +169,7 @@ class Weights:
     mode: str = "full"
     """full | delta: all, or what changed, over the network; disk: as Hugging Face folders in weights/ of the run"""
     anchor_every: int = 16
-    """versions of which one is sent whole although mode = delta"""
+    """n: with mode = delta, every n-th version is sent whole"""
     receive: str = "shadow"
     """shadow | in_place: into memory of its own while the engine goes on, or over the version before while it pauses:
     one set of weights less; the pause is as long as the transfer and, on CPUs, the layout for the processor (native
@@ -185,9 +185,9 @@ class Trainer:
     warmup_steps: int = 0
     """steps over which the learning rate rises linearly"""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW"""
+    """of AdamW"""
     weight_decay: float = 0.0
-    """AdamW"""
+    """of AdamW"""
     grad_clip: float = 1.0
     """largest gradient norm, of the policy and of a critic with a body of its own each"""
     advantage: str = "grpo"
@@ -217,9 +217,9 @@ class Trainer:
     importance_high: float = 2.0
     """largest importance weight"""
     reject: str = "none"
-    """none | off_policy | off_policy_negative (advantage below 0): sequences that the policy has left are dropped"""
+    """none | off_policy | off_policy_negative (advantage below 0): drops sequences that the policy has left"""
     reject_above: float = 0.1
-    """nats per token, log behavior - log current, above which they are"""
+    """nats; such a sequence is one where log behavior - log current, averaged over its tokens, is more than this"""
     aggregation: str = "token_mean"
     """token_mean | sequence_mean | constant (divides by sequences · rollout.max_tokens)"""
     entropy: float = 0.0
@@ -227,9 +227,9 @@ class Trainer:
     kl: str = "k3"
     """k1 | k2 | k3: estimate of the KL to the reference model, which is model.path as it was"""
     kl_coefficient: float = 0.0
-    """its weight; 0: no reference model is loaded"""
+    """weight of that KL; 0: none, and no reference model is loaded"""
     kl_in: str = "loss"
-    """loss | reward (k1, taken off each token's reward): where it is added"""
+    """loss | reward (k1, taken off each token's reward): where the KL is added"""
     proximal: str = "recompute"
     """recompute | loglinear (no extra forward): log-probs at the start of a batch of several minibatches"""
     num_minibatches: int = 1
@@ -253,7 +253,7 @@ class Lora:
     """Train low-rank additions instead of the model; engines compute with merged weights."""
 
     rank: int = 0
-    """0: off, the model itself is trained"""
+    """of the additions; 0: off, the model itself is trained"""
     alpha: float = 16.0
     """additions are scaled by alpha / rank"""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -272,13 +272,13 @@ class Critic:
     learning_rate: float = 1e-5
     """AdamW, after warm-up"""
     coefficient: float = 0.5
-    """of the value loss"""
+    """weight of the value loss"""
     clip: float = 0.2
     """how far a value may move within a batch before its gradient is cut"""
     gamma: float = 1.0
     """discount per token or turn"""
     lam: float = 0.95
-    """1: Monte Carlo, 0: one step"""
+    """lambda of GAE; 1: Monte Carlo, 0: one step"""
     level: str = "token"
     """token | turn: what is credited"""
 
@@ -294,11 +294,11 @@ class Eval:
     samples: int = 1
     """rollouts per task"""
     temperature: float = 0.0
-    """0: greedy"""
+    """of sampling; 0: greedy"""
     top_p: float = 1.0
     """nucleus; 1: off"""
     top_k: int = 0
-    """0: off"""
+    """most likely tokens sampled from; 0: off"""
     max_concurrent: int = 0
     """rollouts in flight at most while training runs; 0: max_concurrent / 8"""
     pin: bool = False
@@ -314,7 +314,7 @@ class Checkpoint:
     every: int = 0
     """steps between two checkpoints; 0: only at the end"""
     keep_last: int = 2
-    """older ones are removed"""
+    """checkpoints kept; older ones are removed"""
 
 
 @SETTINGS

@@ -199,13 +199,27 @@ def test_the_traceback_of_the_first_error_wins_over_what_follows():
 def loses_a_peer(world: World) -> str:
     liveness, failure = watch(world)
     if world.rank == 0:
-        liveness.lost(1, ConnectionError("closed by peer"))
+        words = "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:3200: Connection reset by peer"
+        liveness.lost(1, RuntimeError(f"{words}. This is typically caused by a remote worker hanging. GLHF! 🏖️"))
     return str(failure.result(timeout=LIMIT_S))
 
 
 def test_a_broken_connection_names_the_peer():
-    text = "rank 1 (trainer) failed: connection from rank 0 lost: ConnectionError: closed by peer"
-    assert run_worlds(loses_a_peer, 1, 1) == [text, text]
+    text = "it no longer answers rank 0 (RuntimeError: Read error [127.0.0.1]:3200: Connection reset by peer)"
+    assert run_worlds(loses_a_peer, 1, 1) == [f"rank 1 (trainer) failed: {text}"] * 2
+
+
+def cannot_send(world: World) -> str:
+    liveness, failure = watch(world)
+    if world.rank == 0:
+        liveness.lost(1, TypeError("Object of type int64 is not JSON serializable"))
+    return str(failure.result(timeout=LIMIT_S))
+
+
+def test_a_message_that_cannot_be_sent_is_the_fault_of_its_sender():
+    for text in run_worlds(cannot_send, 1, 1):
+        assert text.startswith("rank 0 (inference) failed: TypeError: Object of type int64 is not JSON serializable")
+        assert text.endswith("in a message from or for rank 1")
 
 
 def hangs_in_its_last_words(world: World) -> int:
@@ -272,7 +286,7 @@ def sees_a_consequence(world: World) -> str:
 def test_an_error_that_only_says_some_peer_is_gone_waits_for_who_knows_which():
     answers = run_worlds(sees_a_consequence, 1, 2)
     assert len(set(answers)) == 1
-    assert answers[0].startswith("rank 2 (trainer) failed: connection from rank 0 lost")
+    assert answers[0].startswith("rank 2 (trainer) failed: it no longer answers rank 0 (")
 
 
 def has_no_room_for_stacks(world: World, folder: str) -> str:
