@@ -78,9 +78,7 @@ class NativeEngine:
         self._running: dict[int, Sequence] = {}
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()  # by prompt; all under the loaded weights
         self._jobs: deque[Prefix] = deque()  # not yet complete, in order of service
-        self._ready: deque[Prefix] = (
-            deque()
-        )  # complete in this step, or cached: what waits for them starts in this step
+        self._ready: deque[Prefix] = deque()  # complete or cached: what waits for them starts in this step
         self._cancelled: list[int] = []
         self._prepared: tuple[int, Mapping[str, Tensor], object] | None = None
 

@@ -1,12 +1,18 @@
-"""Between GPUs: what the tests over gloo do (tests/multirank, tests/end_to_end, tests/vllm), here over NCCL."""
+"""On GPUs: what the other tests do on the CPU and over gloo, here on one device and over NCCL."""
+
+from statistics import median
 
 import numpy as np
 import pytest
 import torch
 
+from spmd_rl.engine.native import NativeEngine
+from spmd_rl.model import build
+from spmd_rl.types import Sampling
 from tests.end_to_end.jobs import run
 from tests.multirank.test_weight_sync import sends_deltas, trains_and_decodes
 from tests.ranks import run_worlds
+from tests.unit.families import expected_logprobs, load, prompt_of, save
 from tests.vllm.loop import compared
 
 pytestmark = pytest.mark.gpu
@@ -16,6 +22,42 @@ GPUS = torch.cuda.device_count()
 def on(num: int, *values: object) -> object:
     """A case for machines with so many GPUs."""
     return pytest.param(*values, marks=pytest.mark.skipif(num > GPUS, reason=f"needs {num} GPUs, torch sees {GPUS}"))
+
+
+@pytest.mark.parametrize("device", [on(1, "cuda:0")])
+@pytest.mark.parametrize("functional", [True, False])
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "gemma3"])
+def test_the_native_engine_equals_a_plain_forward_of_the_version_that_it_names(tmp_path, family, functional, device):
+    plain = [load(save(family, tmp_path / str(seed), seed)) for seed in (0, 1)]
+    model = build(tmp_path / "0", device=device, dtype=torch.float32, weights=False)
+    settings = dict(functional=functional, max_seq_len=256, prefill_budget=16)
+    engine = NativeEngine(model=model, device=torch.device(device), **settings)
+    for number in range(6):
+        engine.submit(number, prompt_of(1 + 13 * number), Sampling(max_tokens=40, seed=number))
+    done = {}
+    for version, weights in enumerate(plain):
+        engine.load_weights({name: p.detach().to(device) for name, p in weights.named_parameters()}, version)
+        for number in range(6, 9):
+            engine.submit(number + 10 * version, prompt_of(20), Sampling(max_tokens=15, seed=number))
+        while engine.num_running or engine.num_waiting:
+            done |= engine.step()
+    assert len(done) == 12
+    for number, completion in done.items():
+        (version,) = set(completion.versions.tolist())
+        prompt = prompt_of(1 + 13 * number if number < 6 else 20)
+        theirs = expected_logprobs(plain[version], prompt, completion.token_ids)
+        np.testing.assert_allclose(completion.logprobs, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_gpus", [on(1, 1)])
+def test_a_run_on_one_gpu_learns(tmp_path, num_gpus):
+    job = run("tiny_cpu.toml", tmp_path / "run")
+    assert job.code == 0, job.output
+    assert job.summary["reward_first"] < 0.2 and job.summary["reward_last"] > 0.7
+    assert job.summary["age_max"] <= job.summary["age_bound"]
+    steps = job.metrics("step")[5:]
+    for name in ("engine/tokens_per_s", "trainer/tokens_per_s", "trainer/step_s", "weights/pause_s", "trainer/hold_s"):
+        print(f"{name}: {median(step[name] for step in steps):.4g}")  # pytest -rP shows them
 
 
 @pytest.mark.parametrize(("side", "in_place"), [on(2, 1, False), on(2, 1, True), on(4, 2, False), on(4, 2, True)])

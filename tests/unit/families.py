@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -93,3 +94,19 @@ def save(name: str, folder: Path, seed: int = 0) -> Path:
 def load(folder: Path, attention: str = "sdpa") -> torch.nn.Module:
     """The model as plain transformers runs it."""
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation=attention).eval()
+
+
+def prompt_of(length: int) -> np.ndarray:
+    """[length] int32, the same for the same length."""
+    return np.random.default_rng(length).integers(0, VOCAB, length).astype(np.int32)
+
+
+def expected_logprobs(
+    plain: torch.nn.Module, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """[N]: of each sampled token, by a plain forward over prompt and completion."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
+    with torch.no_grad():
+        logprobs = (plain(input_ids=ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+    at = torch.arange(len(prompt) - 1, len(ids) - 1)
+    return logprobs[at, ids[len(prompt) :]].numpy()

@@ -13,7 +13,7 @@ from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.sampling import Uniforms, sample
 from spmd_rl.model import build
 from spmd_rl.types import Completion, Sampling
-from tests.unit.families import CONFIGS, OTHERS, VOCAB, WIDE, load, save
+from tests.unit.families import CONFIGS, OTHERS, VOCAB, WIDE, expected_logprobs, load, prompt_of, save
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -29,11 +29,6 @@ def _weights(folder: Path) -> Weights:
     return dict(load(folder).named_parameters())
 
 
-def _prompt(length: int) -> np.ndarray:
-    """The same for the same length."""
-    return np.random.default_rng(length).integers(0, VOCAB, length).astype(np.int32)
-
-
 def _run(engine: NativeEngine, between: Callable[[int], None] = lambda step: None) -> dict[int, Completion]:
     done: dict[int, Completion] = {}
     step = 0
@@ -44,27 +39,18 @@ def _run(engine: NativeEngine, between: Callable[[int], None] = lambda step: Non
     return done
 
 
-def _expected(plain: torch.nn.Module, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Log-prob of each sampled token by a plain forward over prompt and completion."""
-    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
-    with torch.no_grad():
-        logprobs = (plain(input_ids=ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
-    at = torch.arange(len(prompt) - 1, len(ids) - 1)
-    return logprobs[at, ids[len(prompt) :]].numpy()
-
-
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("family", CONFIGS | WIDE)
 def test_log_probs_equal_a_plain_forward(family: str, functional: bool, tmp_path: Path) -> None:
     plain = load(save(family, tmp_path))
     engine = _engine(tmp_path, functional=functional, max_slots=4, prefill_budget=16)
-    shared = _prompt(11)
-    prompts = [_prompt(1), shared, shared, _prompt(40), shared, _prompt(70), _prompt(2)]
+    shared = prompt_of(11)
+    prompts = [prompt_of(1), shared, shared, prompt_of(40), shared, prompt_of(70), prompt_of(2)]
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, Sampling(max_tokens=5 + 13 * i, seed=i, temperature=0.8 if i % 2 else 1.0))
     done = _run(engine)
     for i, prompt in enumerate(prompts):
-        expected = _expected(plain, prompt, done[i].token_ids, 0.8 if i % 2 else 1.0)
+        expected = expected_logprobs(plain, prompt, done[i].token_ids, 0.8 if i % 2 else 1.0)
         assert len(expected) == 5 + 13 * i and done[i].finish_reason == "length"
         np.testing.assert_allclose(done[i].logprobs, expected, atol=1e-5)
     assert len({done[i].token_ids[:5].tobytes() for i in (1, 2, 4)}) == 3  # one prompt, three seeds
@@ -76,19 +62,19 @@ def test_log_probs_equal_a_plain_forward(family: str, functional: bool, tmp_path
 def test_log_probs_of_an_architecture_that_is_not_known_equal_a_plain_forward(family: str, tmp_path: Path) -> None:
     plain = load(save(family, tmp_path), attention="eager")
     engine = _engine(tmp_path, dict(plain.named_parameters()), max_slots=4, prefill_budget=16)
-    prompts = [_prompt(1), _prompt(11), _prompt(11), _prompt(40)]
+    prompts = [prompt_of(1), prompt_of(11), prompt_of(11), prompt_of(40)]
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, Sampling(max_tokens=10 + 10 * i, seed=i))
     done = _run(engine)
     for i, prompt in enumerate(prompts):
-        np.testing.assert_allclose(done[i].logprobs, _expected(plain, prompt, done[i].token_ids), atol=1e-5)
+        np.testing.assert_allclose(done[i].logprobs, expected_logprobs(plain, prompt, done[i].token_ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", CONFIGS | WIDE)
 def test_greedy_equals_generate(family: str, tmp_path: Path) -> None:
     plain = load(save(family, tmp_path))
     engine = _engine(tmp_path)
-    prompts = [_prompt(n) for n in (1, 9, 30)]
+    prompts = [prompt_of(n) for n in (1, 9, 30)]
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, Sampling(max_tokens=25, temperature=0))
     done = _run(engine)
@@ -98,7 +84,7 @@ def test_greedy_equals_generate(family: str, tmp_path: Path) -> None:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=25, do_sample=False, pad_token_id=0
         )
         assert done[i].token_ids.tolist() == theirs[0, len(prompt) :].tolist()
-        np.testing.assert_allclose(done[i].logprobs, _expected(plain, prompt, done[i].token_ids), atol=1e-5)
+        np.testing.assert_allclose(done[i].logprobs, expected_logprobs(plain, prompt, done[i].token_ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("functional", [True, False])
@@ -108,7 +94,7 @@ def test_bfloat16_runs_and_scores_its_own_samples(functional: bool, tmp_path: Pa
     model = build(tmp_path, device="cpu", dtype=torch.bfloat16, weights=False)
     engine = NativeEngine(model=model, device=torch.device("cpu"), max_seq_len=256, functional=functional)
     engine.load_weights(weights, 0)
-    prompts = [_prompt(5), _prompt(70)]
+    prompts = [prompt_of(5), prompt_of(70)]
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, Sampling(max_tokens=20, seed=i))
     done = _run(engine)
@@ -121,17 +107,17 @@ def test_weights_that_are_no_numbers_are_named_and_nothing_is_sampled(tmp_path: 
     weights = _weights(save("smollm2", tmp_path))
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
     engine = _engine(tmp_path, weights)
-    engine.submit(0, _prompt(5), Sampling(max_tokens=3))
+    engine.submit(0, prompt_of(5), Sampling(max_tokens=3))
     with pytest.raises(RuntimeError, match="logits are not finite"):
         engine.step()
 
 
 def test_score_equals_a_plain_forward(tmp_path: Path) -> None:
     plain = load(save("gemma3", tmp_path))
-    tokens = _prompt(50)
+    tokens = prompt_of(50)
     scores = _engine(tmp_path).score(tokens)
     assert scores[0] == 0 and scores.dtype == np.float32
-    np.testing.assert_allclose(scores[1:], _expected(plain, tokens[:1], tokens[1:]), atol=1e-5)
+    np.testing.assert_allclose(scores[1:], expected_logprobs(plain, tokens[:1], tokens[1:]), atol=1e-5)
     assert _engine(tmp_path).score(tokens[:1]).tolist() == [0.0]
     with pytest.raises(ValueError, match="50 tokens, max_seq_len is 49"):
         _engine(tmp_path, max_seq_len=49).score(tokens)
@@ -139,19 +125,19 @@ def test_score_equals_a_plain_forward(tmp_path: Path) -> None:
 
 def test_neighbours_do_not_change_tokens(tmp_path: Path) -> None:
     save("qwen3", tmp_path)
-    prompt, sampling = _prompt(20), Sampling(max_tokens=40, seed=7, temperature=0.9, top_p=0.9, top_k=20)
+    prompt, sampling = prompt_of(20), Sampling(max_tokens=40, seed=7, temperature=0.9, top_p=0.9, top_k=20)
     alone = _engine(tmp_path)
     alone.submit(0, prompt, sampling)
     expected = _run(alone)[0]
     crowded = _engine(tmp_path, prefill_budget=24)
     for i in range(1, 5):
-        crowded.submit(i, _prompt(10 * i), Sampling(max_tokens=7 * i, seed=i))
+        crowded.submit(i, prompt_of(10 * i), Sampling(max_tokens=7 * i, seed=i))
 
     def join_late(step: int) -> None:
         if step == 3:
             crowded.submit(0, prompt, sampling)
         if step == 9:
-            crowded.submit(9, _prompt(90), Sampling(max_tokens=5))
+            crowded.submit(9, prompt_of(90), Sampling(max_tokens=5))
 
     got = _run(crowded, join_late)
     assert sorted(got) == [0, 1, 2, 3, 4, 9]
@@ -162,12 +148,12 @@ def test_neighbours_do_not_change_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "wide"])
 def test_deterministic_log_probs_are_bit_equal_whatever_else_runs(family: str, tmp_path: Path) -> None:
     save(family, tmp_path)
-    prompt, sampling = _prompt(50), Sampling(max_tokens=90, seed=3)
+    prompt, sampling = prompt_of(50), Sampling(max_tokens=90, seed=3)
 
     def run(neighbours: int, wait: int) -> Completion:
         engine = _engine(tmp_path, deterministic=True, prefill_budget=32, max_slots=6)
         for i in range(1, neighbours + 1):
-            engine.submit(i, prompt if i == 1 else _prompt(5 * i), Sampling(max_tokens=9 * i, seed=i))
+            engine.submit(i, prompt if i == 1 else prompt_of(5 * i), Sampling(max_tokens=9 * i, seed=i))
         for _ in range(wait):
             engine.step()
         engine.submit(0, prompt, sampling)
@@ -185,8 +171,8 @@ def test_a_swap_in_mid_sequence_recomputes_what_was_held(deterministic: bool, tm
     old = load(save("qwen3", tmp_path / "old", seed=0))
     new = load(save("qwen3", tmp_path / "new", seed=1))
     engine = _engine(tmp_path / "old", version=4, max_slots=4, prefill_budget=16, deterministic=deterministic)
-    shared = _prompt(12)
-    prompts = [_prompt(30), shared, shared, _prompt(60), _prompt(3)]  # the fourth is still being computed at the swap
+    shared = prompt_of(12)
+    prompts = [prompt_of(30), shared, shared, prompt_of(60), prompt_of(3)]  # the fourth is computed across the swap
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, Sampling(max_tokens=30, seed=i))
     num_old: dict[int, int] = {}
@@ -201,7 +187,7 @@ def test_a_swap_in_mid_sequence_recomputes_what_was_held(deterministic: bool, tm
     for i, prompt in enumerate(prompts):
         n, got = num_old.get(i, 0), done[i]
         assert got.versions.tolist() == [4] * n + [5] * (30 - n)
-        before, after = (_expected(model, prompt, got.token_ids) for model in (old, new))
+        before, after = (expected_logprobs(model, prompt, got.token_ids) for model in (old, new))
         np.testing.assert_allclose(got.logprobs[:n], before[:n], atol=1e-5)
         np.testing.assert_allclose(got.logprobs[n:], after[n:], atol=1e-5)
         assert np.abs(got.logprobs[n:] - before[n:]).max() > 0.5
@@ -211,7 +197,7 @@ def test_a_swap_in_mid_sequence_recomputes_what_was_held(deterministic: bool, tm
 def test_weights_prepared_beside_steps_change_nothing_until_they_are_loaded(family: str, tmp_path: Path) -> None:
     models = [load(save(family, tmp_path / str(seed), seed=seed)) for seed in range(3)]
     versions = [dict(model.named_parameters()) for model in models]
-    engine, prompt = _engine(tmp_path / "0", versions[0]), _prompt(20)
+    engine, prompt = _engine(tmp_path / "0", versions[0]), prompt_of(20)
     engine.submit(0, prompt, Sampling(max_tokens=30))
 
     def between(step: int) -> None:
@@ -225,7 +211,7 @@ def test_weights_prepared_beside_steps_change_nothing_until_they_are_loaded(fami
 
     done = _run(engine, between)[0]
     assert (np.diff(done.versions) >= 0).all() and set(done.versions.tolist()) == {0, 1, 2}
-    expected = np.stack([_expected(model, prompt, done.token_ids) for model in models])
+    expected = np.stack([expected_logprobs(model, prompt, done.token_ids) for model in models])
     np.testing.assert_allclose(done.logprobs, expected[done.versions, np.arange(30)], atol=1e-5)
     with pytest.raises(ValueError, match=r"model.norm.weight: \(31,\)"):
         engine.prepare({**versions[0], "model.norm.weight": torch.ones(31)}, 3)
@@ -234,7 +220,7 @@ def test_weights_prepared_beside_steps_change_nothing_until_they_are_loaded(fami
 def test_swaps_at_every_step_still_stamp_and_compute_each_token_by_its_version(tmp_path: Path) -> None:
     models = [load(save("llama", tmp_path / str(seed), seed=seed)) for seed in range(3)]
     engine = _engine(tmp_path / "0", prefill_budget=16)
-    prompts = [_prompt(25), _prompt(5)]
+    prompts = [prompt_of(25), prompt_of(5)]
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, Sampling(max_tokens=12, seed=i))
 
@@ -244,7 +230,7 @@ def test_swaps_at_every_step_still_stamp_and_compute_each_token_by_its_version(t
 
     done = _run(engine, swap)
     for i, prompt in enumerate(prompts):
-        by_version = [_expected(model, prompt, done[i].token_ids) for model in models]
+        by_version = [expected_logprobs(model, prompt, done[i].token_ids) for model in models]
         expected = [by_version[v % 3][t] for t, v in enumerate(done[i].versions)]
         np.testing.assert_allclose(done[i].logprobs, expected, atol=1e-5)
         assert len(set(done[i].versions.tolist())) > 2
@@ -254,12 +240,12 @@ def test_swaps_at_every_step_still_stamp_and_compute_each_token_by_its_version(t
 def test_an_engine_recomputes_until_all_that_had_begun_go_on(kv_on_update: str, tmp_path: Path) -> None:
     save("qwen3", tmp_path, seed=0)
     engine = _engine(tmp_path, kv_on_update=kv_on_update, prefill_budget=16)
-    engine.submit(0, _prompt(25), Sampling(max_tokens=12))
+    engine.submit(0, prompt_of(25), Sampling(max_tokens=12))
     seen = []
     for step in range(6):
         if step == 3:  # two tokens
             engine.load_weights(_weights(tmp_path), 1)
-            engine.submit(1, _prompt(5), Sampling(max_tokens=12))
+            engine.submit(1, prompt_of(5), Sampling(max_tokens=12))
         seen.append(engine.recomputes)
         engine.step()
     assert seen == [False, False, False, kv_on_update == "recompute", kv_on_update == "recompute", False]
@@ -269,7 +255,7 @@ def test_kept_keys_belong_to_old_weights_but_a_new_sequence_never_sees_them(tmp_
     save("qwen3", tmp_path / "old", seed=0)
     new = load(save("qwen3", tmp_path / "new", seed=1))
     engine = _engine(tmp_path / "old", kv_on_update="keep")
-    prompt = _prompt(12)
+    prompt = prompt_of(12)
     engine.submit(0, prompt, Sampling(max_tokens=20))
 
     def swap(step: int) -> None:
@@ -280,8 +266,8 @@ def test_kept_keys_belong_to_old_weights_but_a_new_sequence_never_sees_them(tmp_
     done = _run(engine, swap)
     assert done[0].versions.tolist() == [0] * 5 + [1] * 15
     assert engine.num_prefill_tokens == 24
-    assert np.abs(done[0].logprobs[5:] - _expected(new, prompt, done[0].token_ids)[5:]).max() > 1e-3
-    np.testing.assert_allclose(done[1].logprobs, _expected(new, prompt, done[1].token_ids), atol=1e-5)
+    assert np.abs(done[0].logprobs[5:] - expected_logprobs(new, prompt, done[0].token_ids)[5:]).max() > 1e-3
+    np.testing.assert_allclose(done[1].logprobs, expected_logprobs(new, prompt, done[1].token_ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("functional", [True, False])
@@ -289,7 +275,7 @@ def test_an_update_reaches_a_tied_head_and_a_refused_one_changes_nothing(functio
     save("smollm2", tmp_path / "old", seed=0)
     new = load(save("smollm2", tmp_path / "new", seed=1))
     engine = _engine(tmp_path / "old", functional=functional)
-    weights, tokens = dict(new.named_parameters()), _prompt(9)
+    weights, tokens = dict(new.named_parameters()), prompt_of(9)
     assert "lm_head.weight" not in weights
     before = engine.score(tokens)
     with pytest.raises(ValueError, match=r"unknown \['model.extra'\]"):
@@ -298,7 +284,7 @@ def test_an_update_reaches_a_tied_head_and_a_refused_one_changes_nothing(functio
         engine.load_weights({**weights, "model.norm.weight": torch.ones(31)}, 1)
     assert engine.version == 0 and engine.score(tokens).tobytes() == before.tobytes()
     engine.load_weights(weights, 1)
-    np.testing.assert_allclose(engine.score(tokens)[1:], _expected(new, tokens[:1], tokens[1:]), atol=1e-5)
+    np.testing.assert_allclose(engine.score(tokens)[1:], expected_logprobs(new, tokens[:1], tokens[1:]), atol=1e-5)
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -309,7 +295,7 @@ def test_weights_that_lie_side_by_side_in_one_buffer_give_the_same_scores(aligne
     for name, p in weights.items():
         views[name] = flat[at : at + p.numel()].view(p.shape).copy_(p)
         at += p.numel()
-    tokens = _prompt(30)
+    tokens = prompt_of(30)
     np.testing.assert_allclose(_engine(tmp_path, views).score(tokens), _engine(tmp_path).score(tokens), atol=1e-5)
 
 
@@ -317,7 +303,7 @@ def test_cancel_returns_what_there_is_and_frees_the_slot(tmp_path: Path) -> None
     save("llama", tmp_path)
     engine = _engine(tmp_path, max_slots=2, prefill_budget=8)
     for i, length in enumerate((4, 30, 5)):  # decoding, in prefill, waiting
-        engine.submit(i, _prompt(length), Sampling(max_tokens=10))
+        engine.submit(i, prompt_of(length), Sampling(max_tokens=10))
     engine.step()
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (2, 1)
@@ -329,7 +315,7 @@ def test_cancel_returns_what_there_is_and_frees_the_slot(tmp_path: Path) -> None
         0: ("cancelled", 2),
         1: ("cancelled", 0),
     }
-    engine.submit(3, _prompt(3), Sampling(max_tokens=10))
+    engine.submit(3, prompt_of(3), Sampling(max_tokens=10))
     engine.cancel(3)
     done = _run(engine)
     assert done[2].finish_reason == "length" and done[3].finish_reason == "cancelled"
@@ -338,7 +324,7 @@ def test_cancel_returns_what_there_is_and_frees_the_slot(tmp_path: Path) -> None
 
 def test_any_of_several_stop_ids_ends_a_sequence_and_is_kept(tmp_path: Path) -> None:
     save("llama", tmp_path)
-    prompt = _prompt(6)
+    prompt = prompt_of(6)
     free = _engine(tmp_path)
     free.submit(0, prompt, Sampling(max_tokens=30, seed=5))
     tokens = _run(free)[0].token_ids.tolist()
@@ -354,18 +340,18 @@ def test_what_cannot_be_served_is_refused_with_its_numbers(tmp_path: Path) -> No
     save("llama", tmp_path)
     engine = _engine(tmp_path, max_seq_len=20)
     for prompt, sampling, message in (
-        (_prompt(15), Sampling(max_tokens=6), r"15 prompt \+ 6 new tokens > max_seq_len 20"),
+        (prompt_of(15), Sampling(max_tokens=6), r"15 prompt \+ 6 new tokens > max_seq_len 20"),
         (np.array([3, VOCAB]), Sampling(max_tokens=1), r"ids 3 to 97 outside \[0, 97\)"),
         (np.array([-1]), Sampling(max_tokens=1), "ids -1"),
         (np.empty(0, np.int32), Sampling(max_tokens=1), "shape"),
-        (_prompt(3), Sampling(max_tokens=0), "max_tokens = 0"),
-        (_prompt(3), Sampling(max_tokens=1, top_p=0.0), "top_p = 0.0"),
+        (prompt_of(3), Sampling(max_tokens=0), "max_tokens = 0"),
+        (prompt_of(3), Sampling(max_tokens=1, top_p=0.0), "top_p = 0.0"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.submit(0, prompt, sampling)
-    engine.submit(0, _prompt(15), Sampling(max_tokens=5))
+    engine.submit(0, prompt_of(15), Sampling(max_tokens=5))
     with pytest.raises(ValueError, match="already in the engine"):
-        engine.submit(0, _prompt(15), Sampling(max_tokens=5))
+        engine.submit(0, prompt_of(15), Sampling(max_tokens=5))
     assert len(_run(engine)[0].token_ids) == 5
 
 
@@ -374,7 +360,7 @@ def test_no_step_before_the_first_weights(tmp_path: Path) -> None:
     model = build(tmp_path, device="cpu", dtype=torch.float32, weights=False)
     engine = NativeEngine(model=model, device=torch.device("cpu"))
     assert engine.step() == [] and engine.version == -1
-    engine.submit(0, _prompt(3), Sampling(max_tokens=1))
+    engine.submit(0, prompt_of(3), Sampling(max_tokens=1))
     with pytest.raises(RuntimeError, match="before load_weights"):
         engine.step()
 
@@ -382,9 +368,9 @@ def test_no_step_before_the_first_weights(tmp_path: Path) -> None:
 def test_memory_follows_the_tokens_held(tmp_path: Path) -> None:
     save("llama", tmp_path)
     engine = _engine(tmp_path, max_slots=9)
-    engine.submit(0, _prompt(200), Sampling(max_tokens=20))
+    engine.submit(0, prompt_of(200), Sampling(max_tokens=20))
     for i in range(1, 9):
-        engine.submit(i, _prompt(10), Sampling(max_tokens=20))
+        engine.submit(i, prompt_of(10), Sampling(max_tokens=20))
     for _ in range(10):
         engine.step()
     rows = {slab.capacity: slab.num_rows for slab in engine._cache.slabs()}
@@ -439,7 +425,7 @@ def test_keys_and_values_never_exceed_their_memory_and_every_request_is_served(
     for step in range(10_000):
         for i, (length, max_tokens, at, _) in enumerate(requests):
             if at == step:
-                engine.submit(i, _prompt(length), Sampling(max_tokens=max_tokens, seed=i))
+                engine.submit(i, prompt_of(length), Sampling(max_tokens=max_tokens, seed=i))
         done.update(engine.step())  # asserts it for whatever it holds in between
         assert engine._cache.num_tokens <= num_tokens
         if step == swap_at:
@@ -452,7 +438,7 @@ def test_keys_and_values_never_exceed_their_memory_and_every_request_is_served(
 def test_no_more_rows_are_held_than_there_are_slots(small: tuple[Path, Weights]) -> None:
     engine = _engine(*small, max_slots=5)
     for i in range(6):
-        engine.submit(i, _prompt(10 + i), Sampling(max_tokens=20))
+        engine.submit(i, prompt_of(10 + i), Sampling(max_tokens=20))
     engine.step()
     assert [slab.num_rows for slab in engine._cache.slabs()] == [5]
     assert len(_run(engine)) == 6
@@ -461,7 +447,7 @@ def test_no_more_rows_are_held_than_there_are_slots(small: tuple[Path, Weights])
 def test_requests_wait_for_memory_though_slots_are_free(small: tuple[Path, Weights]) -> None:
     engine = _small_engine(small, 184 + 2 * 64)
     for i in range(5):
-        engine.submit(i, _prompt(5 + i), Sampling(max_tokens=6))
+        engine.submit(i, prompt_of(5 + i), Sampling(max_tokens=6))
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (3, 2)  # a row of 64 for each
     assert sorted(_run(engine)) == [0, 1, 2, 3, 4]
