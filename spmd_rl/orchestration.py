@@ -104,7 +104,7 @@ async def run_orchestrator(
         pin=lambda number, upto: to_all(world.topology.engine_leaders, Kind.PIN, number=number, upto=upto),
         batch=ship,
         probe=probe,
-        finish_training=lambda export: to_all(world.trainer_ranks, Kind.STOP, export=export),
+        finish_training=lambda export, save: to_all(world.trainer_ranks, Kind.STOP, export=export, save=save),
     )
     environments = {name: envs.load(env.path, tokenizer=tokenizer, args=env.args) for name, env in config.env.items()}
     seed = config.run.seed

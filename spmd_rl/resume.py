@@ -44,7 +44,8 @@ def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple
             f"cannot resume: {error} (remove {folder.name} to go on from the checkpoint before)"
         ) from error
     evaluated = config.eval.every < 0 or run_dir.evaluation(version).exists()
-    if version >= config.run.steps and run_dir.model.exists() and evaluated:
+    exported = checkpoint.load_orchestrator(folder)[0].get("exported") and run_dir.model.exists()
+    if version >= config.run.steps and exported and evaluated:
         raise ValueError(f"{folder} is at version {version}, run.steps = {config.run.steps}: nothing is left to train")
     return version, folder
 

@@ -67,7 +67,7 @@ class TrainerRank:
             case Kind.BATCH:
                 self._train(message, waited_s)
 
-    def finish(self, *, export: bool) -> None:
+    def finish(self, *, export: bool, save: bool) -> None:
         """The model as a Hugging Face folder, the last checkpoint; then the engines learn that this is the end."""
         if export:
             self._live.progress("exporting the model")
@@ -75,8 +75,11 @@ class TrainerRank:
             self._trainer.export(self._run_dir.model, source)
             if self._config.lora.rank:
                 self._trainer.export_adapter(self._run_dir.adapter, source)
-        self._save(final=True)
-        self._saved()
+        if save:
+            self._save(final=True)
+            self._saved()
+        else:
+            self._reply(Kind.SAVED, final=True)
         if self._sender:
             self._sender.close()
 
@@ -193,7 +196,7 @@ def run_trainer(
         if message.kind == Kind.STOP:
             break
         rank.handle(message, time.monotonic() - start)
-    rank.finish(export=message.words["export"])
+    rank.finish(export=message.words["export"], save=message.words["save"])
     live.progress("ending")
     outbox.put(Message(Kind.STOP))
     outbox.close(timeout_s=config.run.shutdown_s)

@@ -73,7 +73,7 @@ class Links:
     pin: Callable[[int, int | None], None]  # (number, version): hold swaps above it; None: swap again
     batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
     probe: Callable[[list[np.ndarray]], None]  # sequences that engines and trainers score from now on
-    finish_training: Callable[[bool], None]  # save, export if True, and end
+    finish_training: Callable[[bool, bool], None]  # (export, save): the model, a checkpoint, and end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +211,7 @@ class Orchestrator:
         self._num_stats = 0
         self._probe: list[np.ndarray] = []
         self._save_at: set[int] = set()  # versions to come at which the trainers save
+        self._saved_version = -1  # newest whose checkpoint this process has completed
         self._evaluations: list[asyncio.Task[None]] = []  # one that runs beside training, one that waits for it
         self._checkpoints: list[asyncio.Task[None]] = []  # that are being written
         self._recording: asyncio.Task[None] | None = None
@@ -355,14 +356,19 @@ class Orchestrator:
         self.ledger.assert_tokens_closed()
 
     async def _finish_training(self, *, export: bool) -> None:
-        """The trainers save (and export) and end; rank 0 adds its half, and the checkpoint is complete."""
-        version = self.policy.version
-        self._links.finish_training(export)
-        await self._final_saves.all(version)
+        """The trainers export and save and end; rank 0 adds its half, and the checkpoint is complete.
+
+        A version that has its checkpoint keeps that one: two would be written into one folder.
+        """
         if self._checkpoints:
             await asyncio.wait(self._checkpoints)
-        words, rollouts = self._snapshot()
-        await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts)
+        version = self.policy.version
+        save = version != self._saved_version
+        self._links.finish_training(export, save)
+        await self._final_saves.all(version)
+        if save:
+            words, rollouts = self._snapshot()
+            await self._complete(version, {**words, "exported": export}, rollouts)
 
     # ---- batches
 
@@ -623,7 +629,11 @@ class Orchestrator:
     async def _checkpoint(self, version: int, words: dict[str, object], rollouts: list[Rollout]) -> None:
         """Waits for the trainers' half and for the step to be recorded, then adds this one."""
         await self._saves.all(version)
+        await self._complete(version, words, rollouts)
+
+    async def _complete(self, version: int, words: Mapping[str, object], rollouts: list[Rollout]) -> None:
         await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts)
+        self._saved_version = max(self._saved_version, version)
 
     def _later(self, job: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Beside everything else; its failure is the run's."""

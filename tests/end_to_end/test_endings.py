@@ -33,6 +33,25 @@ def test_a_signal_to_any_rank_stops_the_run_and_every_rank_says_so(tmp_path):
     assert words["path"]["version"] == version
 
 
+@pytest.mark.full
+def test_a_stop_while_its_version_is_being_saved_keeps_that_checkpoint_whole(tmp_path):
+    settings = ["run.steps=1000", "eval.every=-1", "checkpoint.every=1", "checkpoint:0:slow"]
+    with LiveJob(tmp_path, *settings, module="tests.end_to_end.misbehaving") as job:
+        job.wait_for(r"step +3/")
+        job.send(signal.SIGTERM)
+        job.wait()
+        assert "run failed" not in job.output, job.output
+    for _, folder in checkpoint.all_complete(tmp_path / "checkpoints"):
+        checkpoint.verify(folder)
+    end = summary(tmp_path)
+    assert end["status"] == "stopped"
+    assert checkpoint.newest(tmp_path / "checkpoints")[0] == end["version"]
+    assert not list(tmp_path.glob("checkpoints/*.tmp"))
+    with LiveJob(tmp_path, f"run.steps={end['version'] + 2}", "eval.every=-1") as job:
+        assert job.wait() == 0, job.output
+    assert_whole(tmp_path, num_steps=end["version"] + 2)
+
+
 def test_a_run_whose_tasks_are_used_up_is_done(tmp_path):
     few = ["env.fraction.path=tests.end_to_end.failing_env:Few", "env.fraction.args={num=20}", "eval.num_tasks=4"]
     with LiveJob(tmp_path, "run.steps=1000", *few) as job:

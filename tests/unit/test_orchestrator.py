@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 from collections import Counter
 from contextlib import asynccontextmanager
 
@@ -26,7 +27,7 @@ COUNTERS = ("busy_s", "running", "waiting", "kv_used", "version", "swaps", "paus
 class Ranks:
     """One engine and one trainer: what either is asked for is answered in the next turn of the loop."""
 
-    def __init__(self, folder, *, steps=6, version=0, shutdown_s=60.0, **sections):
+    def __init__(self, folder, *, steps=6, version=0, shutdown_s=60.0, num_tasks=None, **sections):
         self.lines: list[tuple[str, int]] = []  # of metrics: kind and version
         self.values: dict[tuple[str, int], dict] = {}  # of those
         self.probe: list | None = None
@@ -36,6 +37,9 @@ class Ranks:
         self.evaluating: list = []  # works of evaluations in flight
         self.hold_evals = False
         self.exported: bool | None = None
+        self.trainers_saved: bool | None = None  # at the end
+        self.may_complete = threading.Event()
+        self.may_complete.set()
         self.told: list = []  # versions that the engine may take, and their checksums
         self.held = {ENGINE: (1, 2), MEMBER: (1, 2)}  # checksums of what an engine's ranks take; (1, 2) are sent
         self._tokens, self._changed = 0, asyncio.Event()
@@ -50,7 +54,7 @@ class Ranks:
         self.orchestrator = Orchestrator(
             config=config,
             run_dir=self.run_dir,
-            tasks=TaskStream({"fake": fakes.tasks}, weights={"fake": 1.0}, seed=0),
+            tasks=TaskStream({"fake": lambda: fakes.tasks(num_tasks)}, weights={"fake": 1.0}, seed=0),
             difficulty=Difficulty(least=0.0, most=1.0, revisit=0.0, solved_at=1.0, seed=0),
             eval_tasks={"fake": list(fakes.tasks(3))},
             links=Links(
@@ -92,6 +96,7 @@ class Ranks:
             async with asyncio.timeout(60.0):
                 yield task
         finally:
+            self.may_complete.set()
             task.cancel()
 
     async def until(self, true) -> None:
@@ -159,11 +164,12 @@ class Ranks:
             self.orchestrator.scored(ENGINE, self.version, np.array(self.engine_scores(self.version), np.float32))
 
     def _complete(self, version, words, rollouts) -> None:
+        self.may_complete.wait()
         self.saved.append((version, list(self.lines)))
         self.state = (json.loads(json.dumps(words)), rollouts)
 
-    def _finish(self, export) -> None:
-        self.exported = export
+    def _finish(self, export, save) -> None:
+        self.exported, self.trainers_saved = export, save
         self._soon(lambda: self.orchestrator.saved(TRAINER, self.version, final=True))
 
 
@@ -265,6 +271,28 @@ def test_a_last_evaluation_that_was_cut_is_made_by_a_resume(tmp_path):
         async with resumed.running() as task:
             assert await task == "done"
         assert resumed.lines == [("eval", 6), ("interval", 6)] and resumed.exported
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ending", ["stopped", "done"])
+def test_an_end_at_a_version_with_a_checkpoint_of_its_own_waits_for_that_and_keeps_it(tmp_path, ending):
+    """Two would be written into one folder: by the trainers, while rank 0 sums up and renames."""
+
+    async def main():
+        num_tasks = 6 if ending == "done" else None  # three batches
+        ranks = Ranks(tmp_path, steps=1000, num_tasks=num_tasks, checkpoint={"every": 1}, eval={"every": -1})
+        ranks.may_complete.clear()
+        async with ranks.running() as task:
+            await ranks.until(lambda: ranks.count("step")[3])
+            if ending == "stopped":
+                ranks.orchestrator.stop()
+            await asyncio.wait({task}, timeout=0.1)
+            assert ranks.exported is None and not task.done()
+            ranks.may_complete.set()
+            assert await task == ending
+        assert sorted(version for version, _ in ranks.saved) == list(range(1, ranks.version + 1))
+        assert (ranks.exported, ranks.trainers_saved) == (ending == "done", False)
 
     asyncio.run(main())
 

@@ -80,12 +80,13 @@ def state(version: int) -> tuple[dict[str, object], list[Rollout]]:
     }, rollouts
 
 
-def save(run_dir: RunDir, version: int = 2) -> Path:
+def save(run_dir: RunDir, version: int = 2, *, exported: bool = True) -> Path:
     import torch
 
     folder = checkpoint.aside(run_dir.checkpoints, version)
     checkpoint.save_trainer({"w": torch.zeros(2)}, folder / "trainer", None).result()
-    checkpoint.save_orchestrator(*state(version), folder)
+    words, rollouts = state(version)
+    checkpoint.save_orchestrator({**words, "exported": exported}, rollouts, folder)
     return checkpoint.complete(run_dir.checkpoints, version)
 
 
@@ -148,6 +149,13 @@ def test_a_finished_run_has_nothing_left_unless_its_model_or_its_last_evaluation
     (run_dir.evals / "eval_2.json").write_text("{}")
     with pytest.raises(ValueError, match="nothing is left to train"):
         start(run_dir, config, steps=2)
+
+
+def test_a_model_of_an_earlier_end_is_not_taken_for_that_of_a_run_that_was_stopped_at_its_last_step(run_dir, config):
+    folder = save(run_dir, 2, exported=False)
+    run_dir.model.mkdir()
+    (run_dir.evals / "eval_2.json").write_text("{}")
+    assert start(run_dir, config, steps=2) == (2, folder)
 
 
 @pytest.mark.parametrize(("version", "left"), [(1, [0, 1]), (0, [0]), (-1, [])])
