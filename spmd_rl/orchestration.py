@@ -139,6 +139,7 @@ async def run_orchestrator(
         decode=tokenizer.decode,
         complete_checkpoint=lambda at, words, rollouts: _complete(run_dir, config, at, words, rollouts),
         version=version,
+        exact=config.model.dtype != "bfloat16" and all(place.name == "cpu" for place in world.places),
     )
 
     def summary(status: str) -> dict[str, object]:

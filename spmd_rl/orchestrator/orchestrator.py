@@ -34,6 +34,7 @@ from spmd_rl.orchestrator.failure_rate import FailureRate
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
 from spmd_rl.orchestrator.metrics_loop import MetricsLoop
 from spmd_rl.orchestrator.order import make_order
+from spmd_rl.orchestrator.probe import compare_probe, make_probe
 from spmd_rl.orchestrator.report import Report, batch_metrics, eval_texts, eval_values, reward_metrics
 from spmd_rl.orchestrator.roll_call import RollCall
 from spmd_rl.orchestrator.ship_hold import ShipHold
@@ -47,7 +48,6 @@ from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.task_stream import TaskStream
 from spmd_rl.types import GroupWork, Rollout, Task
 
-PROBE_TOKENS = 256  # scored, at least
 RECORDER = -1  # beside the trainers' ranks: a checkpoint is complete once its step is in the metrics
 CANCELLED = "cancelled"  # the error of a rollout that was given up on purpose
 
@@ -112,13 +112,14 @@ class Orchestrator:
         decode: Callable[[np.ndarray], str],
         complete_checkpoint: Callable[[int, Mapping[str, object], list[Rollout]], Path],  # in a worker thread
         version: int = 0,  # that the trainers start with
+        exact: bool = False,  # engines and trainers compute the same to rounding, see probe.py
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         rollout, staleness, trainer = config.rollout, config.staleness, config.trainer
         self._config, self._run_dir, self._tasks, self._links = config, run_dir, tasks, links
         self._difficulty = difficulty
         self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
-        self._complete_checkpoint = complete_checkpoint
+        self._complete_checkpoint, self._exact = complete_checkpoint, exact
         self._first_version, self._last_version = version, config.run.steps
 
         self.policy = Policy(version)
@@ -559,14 +560,10 @@ class Orchestrator:
         Those of an engine are empty when it took the version before it heard of the probe.
         """
         *engines, trainer = (await self._scores.all(version))[: len(self._links.engines) + 1]
-        differences = [trainer.astype(np.float64) - engine for engine in engines if len(engine)]
-        worst = {"probe/missed": len(engines) - len(differences)}
-        if differences:
-            worst["probe/kl"] = max(float(np.mean(np.expm1(d) - d)) for d in differences)
-            worst["probe/max_difference"] = max(float(np.abs(d).max()) for d in differences)
-            worst["probe/tokens"] = int(np.count_nonzero(trainer))
-            self._report.probed(worst)
-        self._recorder.write("probe", version, worst)
+        scores = dict(zip(self._links.engines, engines, strict=True))
+        values = compare_probe(trainer, scores, exact=self._exact, version=version)
+        self._recorder.write("probe", version, values)
+        self._report.probed(version, values)
 
     # ---- evaluation, checkpoints, intervals
 
@@ -667,18 +664,6 @@ class Orchestrator:
     def _emit_interval(self, values: dict[str, float]) -> None:
         self._recorder.write("interval", self.policy.version, values | self._report.engines.rates("interval"))
         self._later(self._audit_tokens())
-
-
-def make_probe(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """Whole sequences, [T] tokens each, until PROBE_TOKENS are scored; again from the first if they do not reach."""
-    sequences: list[np.ndarray] = []
-    num_scored = 0
-    for rollout in itertools.cycle([r for r in rollouts if len(r.context) > 1]):
-        if num_scored >= PROBE_TOKENS:
-            break
-        sequences.append(rollout.context)
-        num_scored += len(rollout.context) - 1
-    return sequences
 
 
 def _difference(held: Sequence[int], sent: Sequence[int]) -> str:

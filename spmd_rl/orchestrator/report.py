@@ -17,6 +17,7 @@ from spmd_rl.bounds import Bound
 from spmd_rl.orchestrator.ages import AgeStats
 from spmd_rl.orchestrator.engine_figures import EngineFigures
 from spmd_rl.orchestrator.eval_sink import EvalReport
+from spmd_rl.orchestrator.probe import MUCH_KL
 from spmd_rl.types import Batch, Rollout
 
 RECENT = 6  # ends of steps that the time left is judged by
@@ -90,8 +91,7 @@ class Report:
         self._parked_s = 0.0
         self._evals: list[tuple[int, EvalReport, list[Rollout]]] = []
         self._failures: Counter[str] = Counter()  # rollouts by what they failed of
-        self._probe: dict[str, float] = {}
-        self._worst_probe = 0.0
+        self._worst_probe: float | None = None
 
     # ---- while it goes on
 
@@ -138,9 +138,17 @@ class Report:
         """Of the run so far, as metrics."""
         return {f"failures/{kind}": count for kind, count in self._failures.items()}
 
-    def probed(self, values: dict[str, float]) -> None:
-        self._probe = values
-        self._worst_probe = max(self._worst_probe, values["probe/kl"])
+    def probed(self, version: int, values: Mapping[str, float]) -> None:
+        kl = values.get("probe/kl")
+        if kl is None:  # all engines missed it
+            return
+        if not kl <= max(self._worst_probe or 0.0, MUCH_KL):
+            self.say(
+                f"warning: at version {version} engines compute other log-probs than trainers, by {kl:.2g} nats per "
+                f"token (the worst so far, more than {MUCH_KL:g}): their kernels differ much, or an engine does not "
+                "compute with the weights that it received"
+            )
+        self._worst_probe = max(self._worst_probe or 0.0, kl)
 
     # ---- at the end
 
@@ -178,7 +186,7 @@ class Report:
             "engine_idle": self.engines.idle,
             "engines": self.engines.summary(),
             "parked_s": self._parked_s,
-            "probe_kl_max": self._worst_probe if self._probe else None,
+            "probe_kl_max": self._worst_probe,
             "tokens_trained": self._trained_tokens,
             "eval_first": eval_values(self._evals[0][1]) if self._evals else None,
             "eval_last": eval_values(self._evals[-1][1]) if self._evals else None,

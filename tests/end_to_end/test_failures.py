@@ -188,3 +188,9 @@ def test_weights_that_are_damaged_on_disk_end_the_run_before_an_engine_has_them(
     with safe_open(tmp_path / "weights" / "step_0" / "model.safetensors", "pt") as weights:
         assert any(f"{name} has checksum " in summary(tmp_path)["error"] for name in weights.keys())  # noqa: SIM118
     assert summary(tmp_path)["version"] == 0
+
+
+def test_an_engine_that_takes_weights_and_computes_with_older_ones_is_found_by_the_probe(tmp_path):
+    with LiveJob(tmp_path, "eval.every=-1", "run.steps=1000", module="tests.end_to_end.stale_engine") as job:
+        job.wait_for("run failed")
+        assert_failed(job, tmp_path, 0, "inference", "wrong weights in the engine of rank 0: at version 2 ")

@@ -27,7 +27,7 @@ COUNTERS = ("busy_s", "running", "waiting", "kv_used", "version", "swaps", "paus
 class Ranks:
     """One engine and one trainer: what either is asked for is answered in the next turn of the loop."""
 
-    def __init__(self, folder, *, steps=6, version=0, shutdown_s=60.0, num_tasks=None, **sections):
+    def __init__(self, folder, *, steps=6, version=0, shutdown_s=60.0, num_tasks=None, exact=False, **sections):
         self.lines: list[tuple[str, int]] = []  # of metrics: kind and version
         self.values: dict[tuple[str, int], dict] = {}  # of those
         self.probe: list | None = None
@@ -83,6 +83,7 @@ class Ranks:
             decode=lambda token_ids: "",
             complete_checkpoint=self._complete,
             version=version,
+            exact=exact,
             clock=lambda: self.now,
         )
 
@@ -203,6 +204,18 @@ def test_a_probe_that_an_engine_missed_is_waited_for_by_nobody(tmp_path):
                 "probe/tokens": 2,
             }
         )
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_does_not_compute_with_what_it_received_ends_the_run_by_name(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, eval={"every": -1}, exact=True)
+        ranks.engine_scores = lambda version: [0.0, -1.0, -2.0 if version < 3 else -2.5]
+        async with ranks.running() as task:
+            with pytest.raises(RuntimeError, match="wrong weights in the engine of rank 0: at version 3 "):
+                await task
+        assert [ranks.values["probe", version]["probe/max_difference"] for version in (1, 2)] == [0.0, 0.0]
 
     asyncio.run(main())
 
