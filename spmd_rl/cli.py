@@ -84,7 +84,8 @@ def _train(argv: Sequence[str]) -> int:
 def _check(argv: Sequence[str]) -> int:
     config, _ = _read("spmd_rl check", argv)
     print(config_module.dump(config))
-    print(f"age bound: {config.age_bound}")
+    for line in config_module.limits(config):
+        print(line)
     if needed := disk.needed_bytes(Path(config.model.path), **config.on_disk):
         print(f"disk: {needed / 1e9:.2f} GB for checkpoints, trained model and weights/, batches and metrics apart")
     for line in config_module.warnings(config):

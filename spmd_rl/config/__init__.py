@@ -1,7 +1,7 @@
 """The settings of a run: what there is, what it may be, and how it is read."""
 
 from spmd_rl.config.file import default, describe, dump, field_docs, from_tree, load, sections
-from spmd_rl.config.rules import CHOICES, check_model_folder, warnings
+from spmd_rl.config.rules import CHOICES, check_model_folder, limits, warnings
 from spmd_rl.config.settings import Config
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "dump",
     "field_docs",
     "from_tree",
+    "limits",
     "load",
     "sections",
     "warnings",

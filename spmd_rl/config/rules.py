@@ -13,6 +13,8 @@ from spmd_rl.config.settings import Config
 
 TORCHRUN_KILLS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds after a signal; the scripts in launch/ set it
 
+GSPO_CLIP = 0.01  # some 30 times what its authors use: above it a sequence's mean ratio is hardly ever
+
 CHOICES = {
     "run.resume": ("auto", "must", "never"),
     "rollout.long_prompts": ("skip", "refuse"),
@@ -244,6 +246,17 @@ def _get(config: Config, key: str) -> object:
     return getattr(getattr(config, section), name)
 
 
+def limits(config: Config) -> list[str]:
+    """What these settings promise, and which of them bind; a line each."""
+    room, most, reach = config.admissible, config.staleness.max_concurrent, config.in_flight
+    bind = " = ".join(name for name, value in (("max_concurrent", most), ("(S+1)·B", room)) if value == reach)
+    other = f"; (S+1)·B = {room} may be admitted and not yet trained" if room and room > reach else ""
+    lines = [f"age bound: {config.age_bound}", f"in flight: {reach} rollouts at most = {bind}{other}"]
+    if not config.checkpoint.every:
+        lines.append("checkpoint.every = 0: nothing is saved before the end, a crash loses all since the start")
+    return lines
+
+
 def warnings(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
     """What is allowed and probably not meant, a line each."""
     lines = []
@@ -258,6 +271,27 @@ def warnings(config: Config, environ: Mapping[str, str] = os.environ) -> list[st
         lines.append(
             f"trainer.filter_zero_spread with trainer.advantage = {trainer.advantage!r}: groups of equal rewards are "
             "given up although they would train something"
+        )
+    room, most, reach = config.admissible, config.staleness.max_concurrent, config.in_flight
+    if most > reach:
+        lines.append(
+            f"staleness.max_concurrent = {most} is never reached: at most (S+1)·B = {room} rollouts are admitted and "
+            f"not yet trained; lower it to {room}, or raise staleness.max_staleness"
+        )
+    engines, each = len(config.split.engines), config.inference.max_slots
+    if engines * each < reach:
+        lines.append(
+            f"inference.max_slots = {each} on {engines} engine{'s' * (engines > 1)} for {reach} rollouts in flight: "
+            f"the others wait in the engine and age; raise it to {-(-reach // engines)}, or lower "
+            "staleness.max_concurrent, unless episodes mostly wait for tools"
+        )
+    bound, cap = config.age_bound, config.staleness.max_age
+    if bound.age is not None and cap > bound.age:
+        lines.append(f"staleness.max_age = {cap} does nothing, for {bound} holds without it: leave it out")
+    if trainer.loss == "gspo" and max(trainer.clip_low, trainer.clip_high) > GSPO_CLIP:
+        lines.append(
+            f"trainer.loss = 'gspo' with clip_low = {trainer.clip_low}, clip_high = {trainer.clip_high}: the mean "
+            "ratio of a sequence hardly leaves 1, so nothing is ever clipped; its authors use 3e-4 and 4e-4"
         )
     killed_s = int(environ.get(TORCHRUN_KILLS, 30))
     if config.run.shutdown_s + 5 > killed_s:

@@ -367,6 +367,16 @@ class Config:
         )
 
     @property
+    def admissible(self) -> int | None:
+        """(S+1)·B, rollouts that may be admitted and not yet trained; None: the ship-side gate admits without end."""
+        return (self.staleness.max_staleness + 1) * self.rollout.batch_size if self.staleness.gate != "ship" else None
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts that may be in flight together: C, or what the gate admits where that is less."""
+        return min(self.staleness.max_concurrent, self.admissible or self.staleness.max_concurrent)
+
+    @property
     def batches_ahead(self) -> int:
         """Batches that are shipped before the version of the first of them is live."""
         return batches_ahead(gate=self.staleness.gate, max_staleness=self.staleness.max_staleness)

@@ -1,3 +1,4 @@
+import re
 import tomllib
 from pathlib import Path
 
@@ -116,8 +117,56 @@ def test_every_setting_has_a_docstring() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_shipped_configs_are_valid(path: Path) -> None:
-    config.load(path)
+def test_the_shipped_configs_are_valid_and_nothing_in_them_is_warned_of(path: Path) -> None:
+    assert config.warnings(config.load(path), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}) == []  # as launch/ sets it
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (["staleness.max_staleness=8"], ["in flight: 64 rollouts at most = max_concurrent; (S+1)·B = 576 may be"]),
+        (["staleness.max_concurrent=4000"], ["in flight: 192 rollouts at most = (S+1)·B"]),
+        (["staleness.max_concurrent=192"], ["in flight: 192 rollouts at most = max_concurrent = (S+1)·B"]),
+        (["staleness.gate=ship"], ["in flight: 64 rollouts at most = max_concurrent"]),
+        (["checkpoint.every=5"], ["in flight: 64"]),
+        ([], ["in flight: 64", "checkpoint.every = 0: nothing is saved before the end, a crash loses all"]),
+    ],
+)
+def test_what_binds_is_said_at_the_start(tmp_path: Path, settings: list[str], lines: list[str]) -> None:
+    said = config.limits(config.load(_write(tmp_path), settings))
+    assert said[0].startswith("age bound: age ≤ ")
+    assert all(line.startswith(begins) for line, begins in zip(said[1:], lines, strict=False))
+    assert len(said) == (2 if "checkpoint.every=5" in settings else 3)
+    assert "(S+1)·B" in said[1] or "gate=ship" in str(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (
+            "staleness.max_concurrent=192",
+            ["inference.max_slots = 64 on 1 engine for 192 rollouts in flight: .*to 192, or"],
+        ),
+        (
+            "staleness.max_concurrent=4000 inference.max_slots=192",
+            ["max_concurrent = 4000 is never .* lower it to 192"],
+        ),
+        ("staleness.max_concurrent=4000 staleness.gate=ship inference.max_slots=4000", []),
+        (
+            "staleness.max_concurrent=130 topology.inference=2",
+            ["max_slots = 64 on 2 engines for 130 .* raise it to 65, or"],
+        ),
+        ("staleness.max_age=8", ["max_age = 8 does nothing, for age ≤ 2 = S holds without it"]),
+        ("staleness.max_age=2", []),
+        ("staleness.max_age=8 staleness.order=completion", []),
+        ("trainer.loss=gspo", ["'gspo' with clip_low = 0.2, clip_high = 0.28: "]),
+        ("trainer.loss=gspo trainer.clip_low=3e-4 trainer.clip_high=4e-4", []),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_are_warned_of(tmp_path: Path, settings: str, lines: list[str]) -> None:
+    said = config.warnings(config.load(_write(tmp_path), settings.split()), {})
+    assert len(said) == len(lines)
+    assert all(re.search(pattern, line) and "\n" not in line for line, pattern in zip(said, lines, strict=True))
 
 
 def test_the_dapo_preset_has_the_four_parts_of_the_paper() -> None:
