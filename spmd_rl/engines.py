@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.distributed import ProcessGroup
 
 from spmd_rl.config import Config
+from spmd_rl.engine.cache import Cache
 from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
-from spmd_rl.model import build, engine_dtype, exact_dtype, load_config
+from spmd_rl.model import build, engine_dtype, exact_dtype, kv_shape, load_config
 from spmd_rl.run_dir import RunDir
 from spmd_rl.weights.adapter import AdapterReceiver
 from spmd_rl.weights.disk import DiskReceiver
@@ -87,6 +90,29 @@ def check_engine(config: Config) -> None:
         from spmd_rl.engine.vllm import check_installed
 
         check_installed()
+
+
+def device_bytes(device: torch.device) -> int:
+    """Its memory; 0 where that is the host's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def memory_warnings(config: Config, device: torch.device, num_bytes: int) -> list[str]:
+    """A line where a native engine's keys and values alone may outgrow the `num_bytes` of its device; 0: no limit."""
+    inference = config.inference
+    if inference.engine != "native" or not num_bytes:
+        return []
+    shape = kv_shape(load_config(config.model.path).get_text_config())
+    token_bytes = 2 * math.prod(shape) * engine_dtype(config.model.dtype, device).itemsize
+    slots = inference.max_slots * Cache.capacity(inference.max_seq_len)
+    needed = inference.kv_cache_mib << 20 or slots * token_bytes
+    if needed <= num_bytes:
+        return []
+    return [
+        f"inference.kv_cache_mib = {inference.kv_cache_mib}, max_slots = {inference.max_slots}, max_seq_len = "
+        f"{inference.max_seq_len}: keys and values may take {needed / 1e9:.0f} GB and {device} has "
+        f"{num_bytes / 1e9:.0f}: set kv_cache_mib to what weights and buffers leave, or use inference.engine = 'vllm'"
+    ]
 
 
 def check_lengths(config: Config, device: torch.device) -> None:

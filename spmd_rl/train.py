@@ -25,7 +25,7 @@ from typing import NoReturn, TypeVar
 from spmd_rl import checkpoint, disk, envs
 from spmd_rl import config as config_module
 from spmd_rl.config import Config
-from spmd_rl.engines import check_engine, check_lengths
+from spmd_rl.engines import check_engine, check_lengths, device_bytes, memory_warnings
 from spmd_rl.guard import die_with_parent
 from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
@@ -178,10 +178,11 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     print(config_module.dump(config))
     print(f"run directory {run_dir.path}")
     print(world.describe())
-    print(f"age bound: {config.age_bound}")
+    for line in config_module.limits(config):
+        print(line)
     if restored:
         print(f"resuming from {restored}")
-    for line in config_module.warnings(config):
+    for line in config_module.warnings(config) + memory_warnings(config, world.device, device_bytes(world.device)):
         print(f"warning: {line}")
     sys.stdout.flush()
     return Start(run_dir=run_dir.path, version=version, restored=restored)

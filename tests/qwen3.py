@@ -33,6 +33,23 @@ TEMPLATE = """{%- set last = namespace(asked=0) %}
     {{- '<|im_start|>assistant\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is false else '') }}
 {%- endif %}"""
 
+SMALLER = [
+    "run.steps=2",
+    "topology.inference=1",
+    "topology.trainer=1",
+    "rollout.batch_size=8",
+    "rollout.group_size=4",
+    "rollout.max_tokens=12",
+    "staleness.max_concurrent=16",
+    "inference.max_slots=16",
+    "inference.max_seq_len=192",
+    "inference.kv_cache_mib=64",
+    "trainer.micro_batch_tokens=512",
+    "trainer.max_empty_batches=9",
+    "eval.num_tasks=2",
+    "checkpoint.every=1",
+]  # overrides with which a config for GPUs is a short job on two CPU ranks
+
 
 def write(folder: Path) -> Path:
     """config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json."""
@@ -52,7 +69,7 @@ def write(folder: Path) -> Path:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=32,  # vLLM takes no 16 on CPUs
             max_position_embeddings=40960,
             tie_word_embeddings=True,
         )

@@ -9,29 +9,13 @@ import pytest
 from tests import qwen3
 from tests.end_to_end.jobs import CONFIGS, run
 
-SMALLER = [
-    "run.steps=2",
-    "topology.inference=1",
-    "topology.trainer=1",
-    "rollout.batch_size=8",
-    "rollout.group_size=4",
-    "rollout.max_tokens=12",
-    "staleness.max_concurrent=16",
-    "inference.max_slots=16",
-    "inference.max_seq_len=192",
-    "trainer.micro_batch_tokens=512",
-    "trainer.max_empty_batches=9",
-    "eval.num_tasks=2",
-    "checkpoint.every=1",
-]
-
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("qwen3_*.toml")))
 def test_a_config_for_qwen3_trains(name: str, tmp_path: Path) -> None:
     model = qwen3.write(tmp_path / "model")
     data = qwen3.data(CONFIGS / f"{name}.toml", tmp_path)
-    job = run(f"{name}.toml", tmp_path / "run", f"model.path={model}", *SMALLER, *data)
+    job = run(f"{name}.toml", tmp_path / "run", f"model.path={model}", *qwen3.SMALLER, "inference.engine=native", *data)
     assert job.code == 0, job.output
     assert (job.summary["status"], job.summary["version"]) == ("done", 2)
     assert job.probe_difference <= 1e-5

@@ -86,7 +86,8 @@ def prepared(path: Path, run_dir: Path, model: Path) -> str:
     """What rank 0 says before anything is built, beyond the config itself: "" if nothing is wrong."""
     overrides = [f"run.dir={run_dir}", f"model.path={model}", "model.make="]
     try:
-        world = SimpleNamespace(restarted=False, engine_device=torch.device("cpu"), describe=lambda: "")
+        cpu = torch.device("cpu")
+        world = SimpleNamespace(restarted=False, device=cpu, engine_device=cpu, describe=lambda: "")
         train._prepare(world, config.load(path, overrides), "config")
     except (ValueError, OSError) as error:
         return str(error)

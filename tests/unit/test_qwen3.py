@@ -4,14 +4,17 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from spmd_rl import cli, config, envs
+from spmd_rl.engines import memory_warnings
 from spmd_rl.envs.chat import Chat
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Task
 from tests import qwen3
 from tests.says import Says, trained_text
 
+SLOTS = ["inference.max_slots=64", "inference.max_seq_len=2048"]
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("qwen3_*.toml"))
 THOUGHT = "<think>\nhm\n</think>\n\n"
 OFF = "<think>\n\n</think>\n\n"
@@ -85,3 +88,22 @@ def test_each_config_is_one_and_its_task_reads_its_columns(folder, path, tmp_pat
     if env.args.get("judge") != "math":
         assert asyncio.run(made.rollout(task, policy)).reward_parts["answer"] == 1.0
     assert (OFF in tokenizer.render_text(made.prompt(task.data))) == (path.stem == "qwen3_1gpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_bytes", "warns"),
+    [
+        ([], 67_108_863, True),  # 64 rows of 2,048 tokens, 512 bytes each
+        ([], 67_108_864, False),
+        (["inference.max_seq_len=2049"], 134_217_727, True),  # rows are powers of two
+        (["inference.kv_cache_mib=32"], 67_108_863, False),
+        (["inference.kv_cache_mib=65"], 67_108_863, True),
+        (["inference.engine=vllm"], 1, False),  # takes all it may need when it starts
+        ([], 0, False),  # no device of its own
+    ],
+)
+def test_keys_and_values_that_outgrow_a_device_are_warned_of(folder, settings, num_bytes, warns):
+    loaded = config.load(CONFIGS[0].parent / "tiny_cpu.toml", [f"model.path={folder}", *SLOTS, *settings])
+    said = memory_warnings(loaded, torch.device("cuda", 0), num_bytes)
+    assert len(said) == warns
+    assert not said or "cuda:0 has" in said[0]

@@ -11,6 +11,8 @@ import pytest
 
 from spmd_rl import checkpoint
 from spmd_rl.tiny_model import make
+from tests import qwen3
+from tests.end_to_end.jobs import CONFIGS, run
 from tests.end_to_end.live_jobs import LiveJob, assert_whole, summary
 from tests.vllm.loop import CAPTURED, ENVIRONMENT, ROOT, STEPS, compared, torchrun
 
@@ -66,3 +68,11 @@ def test_an_evaluation_by_itself_uses_the_engine_of_the_config(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         texts.append(json.loads(out.read_text())["rollouts"])
     assert texts[0] == texts[1] and len(texts[0]) == 4
+
+
+def test_a_config_for_qwen3_trains_with_the_engine_that_it_names(tmp_path):
+    model, data = qwen3.write(tmp_path / "model"), qwen3.data(CONFIGS / "qwen3_1gpu.toml", tmp_path)
+    job = run("qwen3_1gpu.toml", tmp_path / "run", f"model.path={model}", *qwen3.SMALLER, *data)
+    assert job.code == 0, job.output
+    assert (job.summary["status"], job.summary["version"]) == ("done", 2)
+    assert 'engine = "vllm"' in job.output and job.probe_difference <= 1e-5
