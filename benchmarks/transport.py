@@ -1,11 +1,11 @@
 """Rollouts from one rank to another: rollouts/s and MB/s beside raw bytes and pickled objects, as JSON.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.transport [--tokens 1000 8000 32000] [--rollouts 64] [--repeats 9]
+    OMP_NUM_THREADS=1 python -m benchmarks.transport [--tokens 1000 8000 32000] [--rollouts 64] [--repeats 21]
 
 `batch` packs all rollouts into one message, as a trainer gets them; `single` each into its own, as an engine's rank
 sends them; both through an Outbox and an Inbox, packing and unpacking included.  `raw` is the same bytes in one send,
 `raw_single` in one send per rollout, memory touched before; `pickled` is torch's own send of Python objects.
-Interleaved; medians, and `share_of_raw` of each.
+Interleaved, in another order every time, for each leaves caches and memory to the next; medians, and `share_of_raw`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -83,8 +84,9 @@ def measure(world: World, num_rollouts: int, num_tokens: int, repeats: int) -> d
         ),
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}
+    order = random.Random(0)  # on both ranks the same
     for _ in range(repeats + 1):
-        for name, (send, receive) in ways.items():
+        for name, (send, receive) in order.sample(sorted(ways.items()), len(ways)):
             dist.barrier(group=world.bar)
             start = time.perf_counter()
             (send if world.rank == SENDER else receive)()
@@ -115,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 8000, 32000])
     parser.add_argument("--rollouts", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=21)
     options = parser.parse_args()
     results = {
         f"{tokens} tokens x {options.rollouts}": run_worlds(

@@ -10,14 +10,16 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 
+from spmd_rl.buffers import Buffers, aligned
 from spmd_rl.types import Rollout
 
-PER_TOKEN = {  # the widest first, so that in one piece of memory all are aligned
+PER_TOKEN = {
     "token_ids": np.int32,
     "behavior_logprobs": np.float32,
     "versions": np.int32,
@@ -36,6 +38,7 @@ PER_ROLLOUT = {
 }
 DTYPES = {**PER_TOKEN, **PER_ROLLOUT, "cu_seqlens": np.int64, "advantage": np.float32, "usable": np.bool_}
 WORDS = ("env", "task_id", "purpose", "finish_reason", "error", "reward_parts", "segments")
+_memory = Buffers()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,55 +61,50 @@ class Packed:
     generation_s: np.ndarray  # [n] float64, seconds
     advantage: np.ndarray  # [n] float32, 0 where there is none
     usable: np.ndarray  # [n] bool, False = trains nothing and is in no denominator
-    words: list[dict[str, object]]  # [n], the fields of WORDS
+    words: dict[str, list]  # the fields of WORDS, [n] each
 
     def __len__(self) -> int:
         return len(self.ticket)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "words"}
+        return {name: getattr(self, name) for name in DTYPES}
 
 
 def pack(rollouts: Sequence[Rollout], advantages: np.ndarray | None = None, usable: np.ndarray | None = None) -> Packed:
     """Concatenate rollouts in the order given; advantages and usable are [n], one a rollout (None: 0, all)."""
     lengths = [len(r.token_ids) for r in rollouts]
-    per_rollout = {name: np.array([getattr(r, name) for r in rollouts], dtype) for name, dtype in PER_ROLLOUT.items()}
-    return Packed(
-        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int64),
-        advantage=np.zeros(len(rollouts), np.float32) if advantages is None else np.asarray(advantages, np.float32),
-        usable=np.ones(len(rollouts), np.bool_) if usable is None else np.asarray(usable, np.bool_),
-        words=[{name: getattr(r, name) for name in WORDS} for r in rollouts],
-        **_joined({name: [getattr(r, name) for r in rollouts] for name in PER_TOKEN}, sum(lengths)),
-        **per_rollout,
-    )
+    columns = {name: list(map(attrgetter(name), rollouts)) for name in (*PER_TOKEN, *PER_ROLLOUT, *WORDS)}
+    columns["advantage"] = 0 if advantages is None else advantages
+    columns["usable"] = True if usable is None else usable
+    return Packed(words={name: columns[name] for name in WORDS}, **_joined(lengths, columns))
 
 
 def unpack(packed: Packed) -> list[Rollout]:
     """The rollouts again; their arrays are views into the packed ones."""
-    columns = [getattr(packed, name).tolist() for name in PER_ROLLOUT]
-    starts = packed.cu_seqlens.tolist()
-    rollouts = []
-    for words, *scalars, a, b in zip(packed.words, *columns, starts[:-1], starts[1:], strict=True):
-        tokens = {name: getattr(packed, name)[a:b] for name in PER_TOKEN}
-        rollouts.append(Rollout(**dict(zip(PER_ROLLOUT, scalars, strict=True)), **tokens, **words))
-    return rollouts
+    spans = _spans(packed)
+    columns = {
+        **{name: getattr(packed, name).tolist() for name in PER_ROLLOUT},
+        **{name: map(getattr(packed, name).__getitem__, spans) for name in PER_TOKEN},
+        **packed.words,
+    }
+    return list(map(Rollout, *(columns[f.name] for f in dataclasses.fields(Rollout))))
 
 
-def from_arrays(arrays: Mapping[str, np.ndarray], words: list[dict[str, object]]) -> Packed:
+def from_arrays(arrays: Mapping[str, np.ndarray], words: dict[str, list]) -> Packed:
     """Build from received or loaded arrays; ValueError when they do not fit together."""
-    expected = {f.name for f in fields(Packed)} - {"words"}
-    if set(arrays) != expected:
-        raise ValueError(f"packed rollouts: arrays {sorted(set(arrays) ^ expected)} are missing or unknown")
+    if wrong := (arrays.keys() ^ DTYPES.keys()) | (words.keys() ^ set(WORDS)):
+        raise ValueError(f"packed rollouts: {sorted(wrong)} are missing or unknown")
     packed = Packed(**arrays, words=words)
-    num, total = len(words), len(packed.token_ids)
+    num, total = len(packed), len(packed.token_ids)
     cu_seqlens = packed.cu_seqlens
     fits = (
         all(len(arrays[name]) == num for name in (*PER_ROLLOUT, "advantage", "usable"))
+        and all(len(column) == num for column in words.values())
         and all(len(arrays[name]) == total for name in PER_TOKEN)
         and len(cu_seqlens) == num + 1
         and cu_seqlens[0] == 0
         and cu_seqlens[-1] == total
-        and bool((np.diff(cu_seqlens) >= 0).all())
+        and bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
     )
     if not fits:
         raise ValueError(f"packed rollouts: arrays of {num} rollouts and {total} tokens do not fit together")
@@ -117,9 +115,8 @@ def save(packed: Packed, path: Path) -> None:
     """Write `path` as safetensors, with the words as JSON in its metadata."""
     from safetensors.numpy import save_file
 
-    save_file(
-        {k: np.ascontiguousarray(v) for k, v in packed.arrays().items()}, path, {"words": json.dumps(packed.words)}
-    )
+    words = [dict(zip(packed.words, row, strict=True)) for row in zip(*packed.words.values(), strict=True)]
+    save_file({k: np.ascontiguousarray(v) for k, v in packed.arrays().items()}, path, {"words": json.dumps(words)})
 
 
 def load(path: Path) -> Packed:
@@ -128,12 +125,11 @@ def load(path: Path) -> Packed:
 
     try:
         with safe_open(path, "numpy") as file:
-            words = json.loads(file.metadata()["words"])
+            rows = json.loads(file.metadata()["words"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        packed = from_arrays(arrays, words)
+        packed = from_arrays(arrays, {name: [row[name] for row in rows] for name in WORDS})
         if other := [name for name, dtype in DTYPES.items() if arrays[name].dtype != dtype]:
             raise ValueError(f"{other[0]} is {arrays[other[0]].dtype}")
-        unpack(packed)  # the words of every rollout are there
     except Exception as error:  # whatever it is, the file is to blame
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path}: not a file of packed rollouts: {text}") from error
@@ -157,13 +153,14 @@ def split_evenly(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 def by_segment(packed: Packed) -> Packed:
     """Every segment as a sequence of its own, with its rollout's ticket, reward and advantage: what is trained on."""
     starts = [
-        [int(a), *(int(a) + s for s in w["segments"])] for w, a in zip(packed.words, packed.cu_seqlens, strict=False)
+        [a, *(a + s for s in segments)]
+        for segments, a in zip(packed.words["segments"], packed.cu_seqlens.tolist(), strict=False)
     ]
     rows = np.repeat(np.arange(len(packed)), [len(s) for s in starts])
     if len(rows) == len(packed):
         return packed
     per_rollout = {n: a[rows] for n, a in packed.arrays().items() if n not in PER_TOKEN and n != "cu_seqlens"}
-    words = [{**packed.words[i], "segments": []} for i in rows]
+    words = {name: [column[i] for i in rows] for name, column in packed.words.items()} | {"segments": [[]] * len(rows)}
     cu_seqlens = np.array([*itertools.chain(*starts), packed.cu_seqlens[-1]], np.int64)
     return dataclasses.replace(packed, cu_seqlens=cu_seqlens, words=words, **per_rollout)
 
@@ -231,25 +228,33 @@ def common_prefix(sequences: Sequence[np.ndarray]) -> int:
 
 def select(packed: Packed, indices: Sequence[int]) -> Packed:
     """Some of the rollouts, in the order given."""
-    spans = [slice(packed.cu_seqlens[i], packed.cu_seqlens[i + 1]) for i in indices]
-    cu_seqlens = np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64)
+    spans = _spans(packed)
+    spans = [spans[i] for i in indices]
     rows = np.array(indices, np.int64)
-    return Packed(
-        cu_seqlens=cu_seqlens,
-        words=[packed.words[i] for i in indices],
-        **_joined({name: [getattr(packed, name)[span] for span in spans] for name in PER_TOKEN}, int(cu_seqlens[-1])),
-        **{name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, "advantage", "usable")},
-    )
+    columns = {name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, "advantage", "usable")}
+    columns |= {name: [getattr(packed, name)[span] for span in spans] for name in PER_TOKEN}
+    words = {name: [column[i] for i in indices] for name, column in packed.words.items()}
+    return Packed(words=words, **_joined([span.stop - span.start for span in spans], columns))
 
 
-def _joined(parts: Mapping[str, Sequence[np.ndarray]], num_tokens: int) -> dict[str, np.ndarray]:
-    """Arrays of tokens in one piece of memory: fresh pages cost more than the copy, and large pieces get large ones."""
-    memory = np.empty(num_tokens * sum(np.dtype(dtype).itemsize for dtype in PER_TOKEN.values()), np.uint8)
-    joined, start = {}, 0
-    for name, dtype in PER_TOKEN.items():
-        end = start + num_tokens * np.dtype(dtype).itemsize
-        joined[name] = memory[start:end].view(dtype)
-        if parts[name]:
-            np.concatenate(parts[name], out=joined[name])
-        start = end
-    return joined
+def _spans(packed: Packed) -> list[slice]:
+    return list(itertools.starmap(slice, itertools.pairwise(packed.cu_seqlens.tolist())))
+
+
+def _joined(lengths: Sequence[int], columns: Mapping[str, object]) -> dict[str, np.ndarray]:
+    """The arrays of rollouts of these lengths, one after another in one piece of memory, as a message carries them."""
+    num, total = len(lengths), sum(lengths)
+    counts = {name: total if name in PER_TOKEN else num for name in DTYPES} | {"cu_seqlens": num + 1}
+    sizes = {name: count * np.dtype(DTYPES[name]).itemsize for name, count in counts.items()}
+    memory = _memory.take(sum(map(aligned, sizes.values())))
+    arrays, start = {}, 0
+    for name, size in sizes.items():
+        arrays[name] = memory[start : start + size].view(DTYPES[name])
+        start += aligned(size)
+    arrays["cu_seqlens"][:] = [0, *itertools.accumulate(lengths)]
+    for name in arrays.keys() & columns.keys():
+        if name not in PER_TOKEN:
+            arrays[name][:] = columns[name]
+        elif num:
+            np.concatenate(columns[name], out=arrays[name])
+    return arrays

@@ -1,9 +1,11 @@
-"""Messages between two ranks: a frame of plain bytes, sent in one piece or two; nothing is ever unpickled.
+"""Messages between two ranks: a frame of plain bytes, sent in a few pieces; nothing is ever unpickled.
 
     int64[16]  header: magic, schema, kind, sequence number, payload bytes, bytes of the JSON block, 0 …
     uint8[N]   JSON block {"words": {…}, "arrays": [[name, dtype, shape], …]}, then the arrays, each aligned to 8 bytes
 
-The first piece is at most 128 KiB, for which a receiver always has room; a longer frame's rest comes in a second one.
+A frame of up to 128 KiB, for which a receiver always has room, is one piece.  Of a longer one the last piece is the
+arrays, sent from where they lie if they lie as in a frame (`packing` makes them so), and what comes before them is cut
+at 128 KiB, if it is longer.
 gloo blocks a sender until its peer receives and a receiver until data comes, and a wait that times out kills the group.
 So one thread owns one (peer, direction): an `Outbox` sends what is put into its bounded queue, an `Inbox` hands each
 message to a callable. Whatever goes wrong in such a thread ends in a call of `failed(peer, error)`, once.
@@ -12,9 +14,9 @@ Knows nothing of rollouts, batches or who listens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,15 +27,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from spmd_rl.buffers import Buffers, aligned
 from spmd_rl.types import JSON
 
 MAGIC = 0x53504D445F524C31  # "SPMD_RL1"
-SCHEMA = 1
+SCHEMA = 2
 HEADER_LENGTH = 16
 HEADER_BYTES = 8 * HEADER_LENGTH
-FIRST_BYTES = 1 << 17  # of a frame: most messages need no second piece; a copy of as much costs less than one
+FIRST_BYTES = 1 << 17  # most messages need no second piece; a copy of as much costs less than one
 MAX_PAYLOAD_BYTES = 1 << 33
-_ALIGN = 8
 
 Failed = Callable[[int, Exception], None]  # (peer, error)
 
@@ -76,24 +78,22 @@ class Message:
     peer: int = -1  # the rank that it came from
 
 
-def encode(
-    message: Message,
-    *,
-    sequence: int = 0,
-    buffer: np.ndarray | None = None,  # uint8, used if it is long enough
-) -> np.ndarray:  # [128 + N] uint8
-    """The wire form of a message; an array that is not of plain numbers is refused by name."""
+def encode(message: Message, *, sequence: int = 0) -> list[np.ndarray]:  # uint8
+    """The wire form of a message, in pieces; an array that is not of plain numbers is refused by name."""
     arrays = {name: _little_endian(name, array) for name, array in message.arrays.items()}
-    table = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+    table = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     block = json.dumps({"words": message.words, "arrays": table}, separators=(",", ":")).encode()
-    num_bytes = _aligned(len(block)) + sum(_aligned(array.nbytes) for array in arrays.values())
-    size = HEADER_BYTES + num_bytes
-    frame = buffer[:size] if buffer is not None and len(buffer) >= size else np.empty(size, np.uint8)
+    num_bytes = aligned(len(block)) + sum(aligned(array.nbytes) for array in arrays.values())
     header = np.array([MAGIC, SCHEMA, message.kind, sequence, num_bytes, len(block)] + [0] * (HEADER_LENGTH - 6))
+    *first, last = _pieces(header)
+    body = _in_place([*arrays.values()]) if first else None
+    frame = np.empty(last.stop if body is None else last.start, np.uint8)
     start = _write(frame, _write(frame, 0, header), np.frombuffer(block, np.uint8))
-    for array in arrays.values():
-        start = _write(frame, start, array)
-    return frame
+    if body is None:
+        for array in arrays.values():
+            start = _write(frame, start, array)
+        body = frame[last]
+    return [*(frame[piece] for piece in first), body]
 
 
 def header_of(frame: np.ndarray) -> np.ndarray:  # [16] int64
@@ -111,7 +111,7 @@ def frame_bytes(header: np.ndarray, *, sequence: int) -> int:
         raise MalformedMessage(f"message kind {kind} is unknown")
     if number != sequence:
         raise MalformedMessage(f"message number {number}, expected {sequence}: one was lost or repeated")
-    if not 0 < block_bytes <= num_bytes <= MAX_PAYLOAD_BYTES:
+    if not 0 < block_bytes <= aligned(block_bytes) <= num_bytes <= MAX_PAYLOAD_BYTES:
         raise MalformedMessage(f"message of {num_bytes} bytes with a JSON block of {block_bytes} bytes")
     return HEADER_BYTES + num_bytes
 
@@ -131,7 +131,7 @@ def decode(frame: np.ndarray, *, peer: int = -1, sequence: int = 0) -> Message:
     except (ValueError, KeyError, TypeError) as error:
         raise MalformedMessage(f"JSON block of a {Kind(int(header[2])).name} message: {error}") from error
     arrays = {}
-    start = _aligned(block_bytes)
+    start = aligned(block_bytes)
     for name, dtype, shape in table:
         if dtype.kind not in "biufc" or not all(isinstance(length, int) and length >= 0 for length in shape):
             raise MalformedMessage(f"array {name!r} of type {dtype} and shape {shape}")
@@ -141,7 +141,7 @@ def decode(frame: np.ndarray, *, peer: int = -1, sequence: int = 0) -> Message:
         if start + num_bytes > len(payload):
             raise MalformedMessage(f"array {name!r} ends at byte {start + num_bytes} of {len(payload)}")
         arrays[name] = payload[start : start + num_bytes].view(dtype).reshape(shape)
-        start += _aligned(num_bytes)
+        start += aligned(num_bytes)
     return Message(Kind(int(header[2])), words, arrays, peer)
 
 
@@ -196,16 +196,12 @@ class Outbox:
                 pass
 
     def _send_all(self) -> None:
-        buffer = np.empty(0, np.uint8)
         sequence = 0
         while (message := self._queue.get()) is not None:
-            frame = encode(message, sequence=sequence, buffer=buffer)
-            del message
-            if len(frame) > len(buffer):
-                buffer = np.empty(_capacity(len(frame)), np.uint8)
-            for piece in (frame[:FIRST_BYTES], frame[FIRST_BYTES:]):
-                if len(piece):
-                    dist.send(torch.from_numpy(piece), self.peer, group=self._group)
+            pieces = encode(message, sequence=sequence)
+            for work in [dist.isend(torch.from_numpy(piece), self.peer, group=self._group) for piece in pieces]:
+                work.wait()
+            del message, pieces, work  # or their memory would be kept until the next one
             sequence += 1
 
 
@@ -220,7 +216,7 @@ class Inbox:
         self._group = group
         self._deliver = deliver
         self._failed = failed
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
         self._first = np.zeros(FIRST_BYTES, np.uint8)
         self._thread = threading.Thread(target=self._run, name=f"inbox from rank {peer}", daemon=True)
         self._thread.start()
@@ -236,45 +232,50 @@ class Inbox:
             sequence, coming = 0, self._expect()
             while coming is not None:
                 coming.wait()
-                frame = self._rest(sequence)
-                stops = header_of(frame)[2] == Kind.STOP
+                header = header_of(self._first)
+                frame = self._buffers.take(frame_bytes(header, sequence=sequence))
+                first, *others = _pieces(header)
+                works = [self._receive(frame[piece]) for piece in others]
+                frame[first] = self._first[first]
+                stops, cut = header[2] == Kind.STOP, header[5] > first.stop - HEADER_BYTES
                 coming = None if stops else self._expect()  # arrives while this one is delivered
-                self._deliver(decode(frame, peer=self.peer, sequence=sequence))
-                del frame  # or its buffer could not be used again
+                if cut:  # the JSON block ends in the second piece
+                    works.pop(0).wait()
+                message = decode(frame, peer=self.peer, sequence=sequence)
+                for work in works:
+                    work.wait()
+                self._deliver(message)
+                del frame, message, works  # or the buffer could not be used again
                 sequence += 1
         except Exception as error:
             self._failed(self.peer, error)
 
     def _expect(self) -> dist.Work:
-        return dist.irecv(torch.from_numpy(self._first), self.peer, group=self._group)
+        return self._receive(self._first)
 
-    def _rest(self, sequence: int) -> np.ndarray:
-        """The frame whose first piece has come."""
-        frame = self._buffers.take(frame_bytes(header_of(self._first), sequence=sequence))
-        frame[:FIRST_BYTES] = self._first[: len(frame)]
-        if len(frame) > FIRST_BYTES:
-            dist.recv(torch.from_numpy(frame[FIRST_BYTES:]), self.peer, group=self._group)
-        return frame
+    def _receive(self, piece: np.ndarray) -> dist.Work:
+        return dist.irecv(torch.from_numpy(piece), self.peer, group=self._group)
 
 
-class _Buffers:
-    """Receive buffers used again once nobody holds a view on them: pages touched once are as fast as a copy.
+def _pieces(header: np.ndarray) -> list[slice]:
+    """Of the frame that begins with this header."""
+    size, head = HEADER_BYTES + int(header[4]), HEADER_BYTES + aligned(int(header[5]))
+    cuts = {0, size} if size <= FIRST_BYTES else {0, min(head, FIRST_BYTES), head, size}
+    return list(itertools.starmap(slice, itertools.pairwise(sorted(cuts))))
 
-    numpy gives every view the owner of its memory as base, so the owner's reference count says whether views are left.
-    """
 
-    def __init__(self, *, keep: int = 4) -> None:
-        self._keep = keep
-        self._owners: list[np.ndarray] = []
-
-    def take(self, num_bytes: int) -> np.ndarray:
-        """[num_bytes] uint8 that nobody else uses."""
-        for index in range(len(self._owners)):
-            if len(self._owners[index]) >= num_bytes and sys.getrefcount(self._owners[index]) == 2:
-                return self._owners[index][:num_bytes]
-        owner = np.empty(_capacity(num_bytes), np.uint8)
-        self._owners = [*self._owners[-self._keep + 1 :], owner]
-        return owner[:num_bytes]
+def _in_place(arrays: list[np.ndarray]) -> np.ndarray | None:  # uint8
+    """The memory of arrays that lie one after another in one piece, as in a frame."""
+    owner = arrays[0].base if arrays else None
+    if not isinstance(owner, np.ndarray) or owner.dtype != np.uint8 or owner.ndim != 1:
+        return None
+    origin = owner.ctypes.data
+    start = end = arrays[0].ctypes.data - origin
+    for array in arrays:
+        if array.base is not owner or array.ctypes.data - origin != end or not array.flags.c_contiguous:
+            return None
+        end += aligned(array.nbytes)
+    return owner[start:end] if start < end <= len(owner) else None
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
@@ -287,15 +288,6 @@ def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
 def _write(payload: np.ndarray, start: int, array: np.ndarray) -> int:
     if array.nbytes:
         payload[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-    end = start + _aligned(array.nbytes)
+    end = start + aligned(array.nbytes)
     payload[start + array.nbytes : end] = 0
     return end
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
-
-
-def _capacity(num_bytes: int) -> int:
-    """A power of two, so that messages of about one size share buffers."""
-    return 1 << max(12, (num_bytes - 1).bit_length())

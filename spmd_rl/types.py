@@ -104,7 +104,7 @@ def _empty(dtype: type) -> np.ndarray:
     return np.empty(0, dtype)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)  # not keyword-only: unpacking makes many at once
 class Rollout:
     """One sampled trajectory, possibly of many turns; the unit of the gate, of S·B and of the ledger.
 

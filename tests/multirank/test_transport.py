@@ -34,8 +34,13 @@ def echoes(rank: int, num_messages: int) -> None:
         {"tokens": np.arange(number**3, dtype=np.int32), "reward": np.array(number / 4), "none": np.empty((0, 3))}
         for number in range(num_messages)
     ]
+    sent[3] = {"columns": np.arange(300_000.0).reshape(500, 600).T, "odd": np.ones(150_001, np.bool_)}
+    memory = np.arange(300_000, dtype=np.uint8)
+    sent[0] = {}
+    sent[5] = {"here": memory[8:200_008].view(np.int16), "behind": memory[200_008:]}
+    texts = ["é" * FIRST_BYTES if number in (0, 5) else "é" for number in range(num_messages)]
     for number, arrays in enumerate(sent):
-        outbox.put(Message(Kind.ROLLOUT, {"number": number, "text": "é"}, arrays))
+        outbox.put(Message(Kind.ROLLOUT, {"number": number, "text": texts[number]}, arrays))
     outbox.put(Message(Kind.STOP))
     outbox.close(timeout_s=LIMIT_S)
     inbox.join(timeout_s=LIMIT_S)
@@ -43,7 +48,7 @@ def echoes(rank: int, num_messages: int) -> None:
     messages = [received.get_nowait() for _ in range(num_messages + 1)]  # held together: no buffer was used twice
     for number, (message, arrays) in enumerate(zip(messages, sent, strict=False)):
         assert (message.kind, message.peer) == (Kind.ROLLOUT, 1)
-        assert message.words == {"number": number, "text": "é"}
+        assert message.words == {"number": number, "text": texts[number]}
         for name, array in arrays.items():
             np.testing.assert_array_equal(message.arrays[name], array)
     assert messages[-1].kind == Kind.STOP

@@ -14,6 +14,7 @@ LAYERS = [
         "topology",
         "bounds",
         "virtual_time",
+        "buffers",
         "folders",
         "run_dir",
         "gguf",

@@ -1,9 +1,12 @@
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from spmd_rl import packing
 from spmd_rl.types import NO_VERSION, Rollout
@@ -36,9 +39,9 @@ def test_a_file_reads_back_and_a_foreign_one_is_refused(tmp_path: Path) -> None:
     packing.save(packed, tmp_path / "a.safetensors")
     again = packing.load(tmp_path / "a.safetensors")
     assert again.words == packed.words
+    with safe_open(tmp_path / "a.safetensors", "numpy") as file:
+        assert [row["task_id"] for row in json.loads(file.metadata()["words"])] == ["t0", "t1"]
     np.testing.assert_array_equal(again.advantage, np.float32([0.5, -0.5]))
-    from safetensors.numpy import save_file
-
     save_file({"x": np.zeros(1)}, tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match="not a file of packed rollouts"):
         packing.load(tmp_path / "b.safetensors")
@@ -50,6 +53,24 @@ def test_arrays_that_do_not_fit_together_are_refused() -> None:
         packing.from_arrays(packed.arrays() | {"token_ids": packed.token_ids[1:]}, packed.words)
     with pytest.raises(ValueError, match="missing or unknown"):
         packing.from_arrays({"token_ids": packed.token_ids}, packed.words)
+    with pytest.raises(ValueError, match=r"\['env'\] are missing or unknown"):
+        packing.from_arrays(packed.arrays(), {name: packed.words[name] for name in packing.WORDS if name != "env"})
+    with pytest.raises(ValueError, match="do not fit together"):
+        packing.from_arrays(packed.arrays(), packed.words | {"env": []})
+
+
+def test_memory_is_packed_into_again_once_nobody_holds_it() -> None:
+    rollouts = [_rollout(0, 50_000, 50_000)]
+    owner = id(packing.pack(rollouts).token_ids.base)
+    assert id(packing.pack(rollouts).token_ids.base) == owner
+
+
+def test_rollouts_packed_one_after_another_do_not_share_memory_while_any_is_held() -> None:
+    held = [packing.unpack(packing.pack([_rollout(ticket, 50, 50)]))[0] for ticket in range(20)]
+    for ticket, rollout in enumerate(held):
+        assert (rollout.ticket, rollout.task_id) == (ticket, f"t{ticket}")
+        rollout.token_ids[:] = ticket
+    assert [rollout.token_ids.tolist() for rollout in held] == [[ticket] * 100 for ticket in range(20)]
 
 
 def test_costs_are_split_evenly() -> None:
