@@ -7,14 +7,12 @@ of one rank.  Uses a GPU where there is one.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroup
 
-from spmd_rl import envs
 from spmd_rl.config import Config
 from spmd_rl.engine_thread import EngineThread
 from spmd_rl.engines import build_engine, check_engine
@@ -25,6 +23,7 @@ from spmd_rl.orchestrator.eval_runner import EvalRunner
 from spmd_rl.orchestrator.eval_sink import EvalReport
 from spmd_rl.orchestrator.report import eval_texts, eval_values
 from spmd_rl.run_dir import write_whole
+from spmd_rl.tasks import eval_tasks, load_environments
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.world import alone
 
@@ -53,10 +52,7 @@ def evaluate(config: Config, out: Path | None) -> int:
 async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[dict[str, object]]]:
     """Waits for the rollouts, or for the engine to fail."""
     tokenizer = Tokenizer(config.model.path, config.model.template)
-    tasks = {}
-    for name, env in config.env.items():
-        made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
-        tasks[name] = list(itertools.islice(made.tasks(config.run.seed, "eval"), config.eval.num_tasks))
+    tasks = eval_tasks(config, load_environments(config, tokenizer))
     loop = asyncio.get_running_loop()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model = build(config.model.path, device=device, dtype=engine_dtype(config.model.dtype, device), weights=True)

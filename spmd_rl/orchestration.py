@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import json
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from spmd_rl import checkpoint, envs, packing
+from spmd_rl import checkpoint, packing
 from spmd_rl.config import Config
 from spmd_rl.inference import InferenceRank, work_message
 from spmd_rl.liveness import Liveness
 from spmd_rl.model import hidden_size
-from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator, Sent
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.packing import Packed
@@ -30,10 +28,10 @@ from spmd_rl.recorder import Recorder
 from spmd_rl.resume import model_config
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
-from spmd_rl.task_stream import TaskStream
+from spmd_rl.tasks import Tasks
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
-from spmd_rl.types import GroupWork, Rollout, Task
+from spmd_rl.types import GroupWork, Rollout
 from spmd_rl.world import World
 
 
@@ -45,6 +43,7 @@ async def run_orchestrator(
     signals: StopSignals,
     version: int,
     restored: Path | None,
+    tasks: Tasks,  # taken up to the checkpoint's cursor
 ) -> int:
     """Until the run is done (0) or stopped (128 + signal); raises when it fails."""
     loop = asyncio.get_running_loop()
@@ -106,8 +105,6 @@ async def run_orchestrator(
         probe=probe,
         finish_training=lambda export, save: to_all(world.trainer_ranks, Kind.STOP, export=export, save=save),
     )
-    environments = {name: envs.load(env.path, tokenizer=tokenizer, args=env.args) for name, env in config.env.items()}
-    seed = config.run.seed
     report = Report(
         steps=config.run.steps,
         max_staleness=config.staleness.max_staleness,
@@ -115,24 +112,13 @@ async def run_orchestrator(
         decode=tokenizer.decode,
         say=lambda line: print(line, flush=True),
     )
-    difficulty = Difficulty(
-        least=config.data.min_solve_rate,
-        most=config.data.max_solve_rate,
-        revisit=config.data.revisit,
-        solved_at=config.eval.solved_at,
-        seed=seed,
-    )
     recorder = Recorder(metrics=run_dir.metrics, tensorboard=run_dir.tensorboard)
     orchestrator = Orchestrator(
         config=config,
         run_dir=run_dir,
-        tasks=train_tasks(config, environments, difficulty.keep),
-        difficulty=difficulty,
-        eval_tasks={
-            name: list(itertools.islice(env.tasks(seed, "eval"), config.eval.num_tasks))
-            for name, env in environments.items()
-            if config.eval.every >= 0
-        },
+        tasks=tasks.train,
+        difficulty=tasks.difficulty,
+        eval_tasks=tasks.eval,
         links=links,
         recorder=recorder,
         report=report,
@@ -223,21 +209,6 @@ async def run_orchestrator(
         paths = {**paths, "trained model": run_dir.model}
     report.say(report.table(end, paths=paths))
     return 0 if status == "done" else signals.code
-
-
-def train_tasks(
-    config: Config,
-    environments: Mapping[str, envs.Environment],
-    keep: Callable[[Task, int], bool] | None = None,  # see `TaskStream`
-) -> TaskStream:
-    """The run's training tasks from the start."""
-    seed = config.run.seed
-    return TaskStream(
-        {name: lambda env=env: env.tasks(seed, "train") for name, env in environments.items()},
-        weights={name: env.weight for name, env in config.env.items()},
-        seed=seed,
-        keep=keep,
-    )
 
 
 def _layout(world: World, config: Config) -> str:

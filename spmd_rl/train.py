@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from spmd_rl import checkpoint, disk, envs
+from spmd_rl import checkpoint, disk
 from spmd_rl import config as config_module
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine, check_lengths, device_bytes, memory_warnings
@@ -31,10 +31,11 @@ from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
 from spmd_rl.make_trainer import check_model
 from spmd_rl.member import run_member
-from spmd_rl.orchestration import run_orchestrator, train_tasks
+from spmd_rl.orchestration import run_orchestrator
 from spmd_rl.resume import starting_point
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
+from spmd_rl.tasks import Tasks, make_tasks
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.world import (
@@ -56,11 +57,12 @@ GRACE_S = 5.0  # after shutdown_s a rank that hangs ends
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What the leading rank decided before anything is built, the same for all."""
+    """What the leading rank decided and made before anything is built; all ranks have what it decided."""
 
     run_dir: Path
     version: int  # that the trainers start with
     restored: Path | None  # checkpoint to go on from
+    tasks: Tasks | None = None  # the leading rank's
 
 
 def train(config: Config, name: str) -> None:
@@ -114,7 +116,7 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
     run_dir = RunDir(start.run_dir)
     match world.role:
         case "inference" if world.leads:
-            life = run_orchestrator(world, config, run_dir, live, signals, start.version, start.restored)
+            life = run_orchestrator(world, config, run_dir, live, signals, start.version, start.restored, start.tasks)
             world.store.set("exit code", str(_turn(life, live)))
         case "inference":
             _turn(run_inference(world, config, run_dir, live, signals), live)
@@ -128,6 +130,7 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
 
 def _agree(world: World, config: Config, name: str) -> Start:
     """The leading rank prepares and tells; the others wait for it.  ValueError on all ranks alike."""
+    start = None
     if world.leads:
         try:
             start = _prepare(world, config, name)
@@ -140,7 +143,7 @@ def _agree(world: World, config: Config, name: str) -> Start:
     if "error" in words:
         raise ValueError(words["error"])
     restored = Path(words["restored"]) if words["restored"] else None
-    return Start(run_dir=Path(words["run_dir"]), version=words["version"], restored=restored)
+    return start or Start(run_dir=Path(words["run_dir"]), version=words["version"], restored=restored)
 
 
 def _prepare(world: World, config: Config, name: str) -> Start:
@@ -156,11 +159,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         make(model)
     check_model(config)
     check_lengths(config, world.engine_device)
-    made = {}
-    tokenizer, splits = Tokenizer(model, config.model.template), ["train"] + ["eval"] * (config.eval.every >= 0)
-    for env_name, env in config.env.items():
-        made[env_name] = envs.load(env.path, tokenizer=tokenizer, args=env.args)
-        envs.check_tasks(env_name, made[env_name], seed=config.run.seed, splits=splits)
+    tasks = make_tasks(config, Tokenizer(model, config.model.template))
     run_dir = RunDir(Path(config.run.dir or _named_once(world, name)).absolute())
     try:
         run_dir.claim()
@@ -170,7 +169,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     version, restored = starting_point(run_dir, config, restarted=world.restarted)
     if restored:
         words, _ = checkpoint.load_orchestrator(restored)
-        train_tasks(config, made).skip_to(words["cursor"])  # ValueError where data has shrunk
+        tasks.train.skip_to(words["cursor"])  # ValueError where data has shrunk
     run_dir.create()
     disk.check_room(model, run_dir.path, **config.on_disk)
     run_dir.abandon_after(version if restored else -1)
@@ -185,7 +184,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     for line in config_module.warnings(config) + memory_warnings(config, world.device, device_bytes(world.device)):
         print(f"warning: {line}")
     sys.stdout.flush()
-    return Start(run_dir=run_dir.path, version=version, restored=restored)
+    return Start(run_dir=run_dir.path, version=version, restored=restored, tasks=tasks)
 
 
 def _named_once(world: World, name: str) -> str:

@@ -13,7 +13,7 @@ import itertools
 import pkgutil
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -97,14 +97,15 @@ def of_split(tasks: Iterator[Task], split: str, key: Callable[[Task], str]) -> I
             raise ValueError(f"no task of the split {split!r} among {misses}: there are too few different ones")
 
 
-def check_tasks(name: str, environment: Environment, *, seed: int, splits: Iterable[str]) -> None:
-    """ValueError, before anything is built, for data that are missing, broken, empty or no JSON."""
-    for split in splits:
-        with _refused(name):
-            task = next(environment.tasks(seed, split), None)
-            if task is None:
-                raise ValueError(f"environment {name} has no tasks of the split {split!r}")
-            task.of(name)
+def checked_tasks(name: str, environment: Environment, *, seed: int, split: str) -> Iterator[Task]:
+    """The tasks of a split; ValueError, before one is taken, for data that are missing, broken, empty or no JSON."""
+    with refused(name):
+        tasks = environment.tasks(seed, split)
+        first = next(tasks, None)
+        if first is None:
+            raise ValueError(f"environment {name} has no tasks of the split {split!r}")
+        first.of(name)
+    return itertools.chain([first], tasks)
 
 
 def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Environment:
@@ -119,12 +120,12 @@ def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Envi
     except TypeError as error:
         known = [name for name in signature.parameters if name != "tokenizer"]
         raise ValueError(f"environment {path}: {error}; its settings: {', '.join(known) or 'none'}") from error
-    with _refused(path):
+    with refused(path):
         return cls(tokenizer=tokenizer, **args)
 
 
 @contextmanager
-def _refused(name: str) -> Iterator[None]:
+def refused(name: str) -> Iterator[None]:
     """What an environment raises before the run begins is a ValueError with the place: settings that it cannot use."""
     try:
         yield

@@ -198,5 +198,5 @@ def test_what_is_wrong_with_an_environment_is_said(tokenizer, path, args, messag
 def test_data_that_a_checkpoint_could_not_hold_are_refused_before_the_run(task, message, split):
     env = SimpleNamespace(tasks=lambda seed, split: iter([task]))
     with pytest.raises(ValueError, match=message) as refused:
-        envs.check_tasks("sums", env, seed=0, splits=[split])
+        envs.checked_tasks("sums", env, seed=0, split=split)
     assert "\n" not in str(refused.value)

@@ -41,7 +41,7 @@ LAYERS = [
     {"engine_thread", "engines", "episodes", "stop_signals"},
     {"orchestrator", "simulate"},
     {"make_trainer"},
-    {"inference", "member", "training", "resume", "replay"},
+    {"inference", "member", "training", "resume", "replay", "tasks"},
     {"evaluate", "export"},
     {"orchestration"},
     {"train"},

@@ -83,8 +83,8 @@ def test_each_config_is_one_and_its_task_reads_its_columns(folder, path, tmp_pat
     ((name, env),) = loaded.env.items()
     tokenizer = Tokenizer(folder, loaded.model.template)
     made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
-    envs.check_tasks(name, made, seed=0, splits=["train", "eval"])
-    task, policy = next(made.tasks(0, "train")), Says(tokenizer, "7<|im_end|>")
+    envs.checked_tasks(name, made, seed=0, split="eval")
+    task, policy = next(envs.checked_tasks(name, made, seed=0, split="train")), Says(tokenizer, "7<|im_end|>")
     if env.args.get("judge") != "math":
         assert asyncio.run(made.rollout(task, policy)).reward_parts["answer"] == 1.0
     assert (OFF in tokenizer.render_text(made.prompt(task.data))) == (path.stem == "qwen3_1gpu")

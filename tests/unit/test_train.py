@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from spmd_rl import config, train
-from spmd_rl.orchestration import train_tasks
+from spmd_rl.tasks import make_tasks
 from spmd_rl.types import Task
 
 
@@ -52,9 +52,31 @@ def test_a_life_ends_though_a_thread_and_a_task_of_the_users_never_do():
         asyncio.set_event_loop(None)
 
 
+class Three:
+    """Three tasks a split; remembers what it was asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, *, tokenizer) -> None:
+        self.asked.append("made")
+
+    def tasks(self, seed, split):
+        self.asked.append(split)
+        return (Task(env="", task_id=f"{split} {n}") for n in range(3))
+
+
+CONFIG = config.from_tree({"model": {"path": "m"}, "env": {"e": {"path": "tests.unit.test_train:Three"}}})
+
+
 def test_data_that_ends_before_the_checkpoint_does_is_refused_before_anything_is_built():
-    tree = {"run": {"steps": 1}, "model": {"path": "m"}, "env": {"e": {"path": "a:b"}}}
-    few = SimpleNamespace(tasks=lambda seed, split: iter([Task(env="e", task_id=str(n)) for n in range(3)]))
-    train_tasks(config.from_tree(tree), {"e": few}).skip_to(3)
+    make_tasks(CONFIG, None).train.skip_to(3)
     with pytest.raises(ValueError, match="cannot resume: the data ends after 3 tasks, the checkpoint took 4"):
-        train_tasks(config.from_tree(tree), {"e": few}).skip_to(4)
+        make_tasks(CONFIG, None).train.skip_to(4)
+
+
+def test_tasks_that_were_looked_at_before_the_run_are_those_of_the_run():
+    Three.asked.clear()
+    tasks = make_tasks(CONFIG, None)
+    assert [task.task_id for task in tasks.eval["e"]] == ["eval 0", "eval 1", "eval 2"]
+    assert [task.task_id for task in tasks.train] == ["train 0", "train 1", "train 2"]
+    assert sorted(Three.asked) == ["eval", "made", "train"]  # data are read once

@@ -1,0 +1,67 @@
+"""The tasks of a run, those that are trained on and those that are evaluated, from the environments of its config.
+
+Made once, by rank 0 before anything is built: what is wrong with an environment or its data is a ValueError here.  The
+environments that make tasks play none: inference ranks have their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from spmd_rl import envs
+from spmd_rl.config import Config
+from spmd_rl.orchestrator.difficulty import Difficulty
+from spmd_rl.task_stream import TaskStream
+from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.types import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """What the orchestrator is given."""
+
+    train: TaskStream
+    difficulty: Difficulty  # decides what of it is passed over
+    eval: dict[str, list[Task]]  # by environment; {} where nothing is evaluated
+
+
+def make_tasks(config: Config, tokenizer: Tokenizer) -> Tasks:
+    """From their start."""
+    environments = load_environments(config, tokenizer)
+    seed = config.run.seed
+    difficulty = Difficulty(
+        least=config.data.min_solve_rate,
+        most=config.data.max_solve_rate,
+        revisit=config.data.revisit,
+        solved_at=config.eval.solved_at,
+        seed=seed,
+    )
+    train = TaskStream(
+        {
+            name: lambda name=name, env=env: envs.checked_tasks(name, env, seed=seed, split="train")
+            for name, env in environments.items()
+        },
+        weights={name: env.weight for name, env in config.env.items()},
+        seed=seed,
+        keep=difficulty.keep,
+    )
+    return Tasks(
+        train=train, difficulty=difficulty, eval=eval_tasks(config, environments) if config.eval.every >= 0 else {}
+    )
+
+
+def eval_tasks(config: Config, environments: Mapping[str, envs.Environment]) -> dict[str, list[Task]]:
+    """The first eval.num_tasks of each environment."""
+    tasks = {}
+    for name, env in environments.items():
+        with envs.refused(name):
+            all_tasks = envs.checked_tasks(name, env, seed=config.run.seed, split="eval")
+            tasks[name] = [task.of(name) for task in islice(all_tasks, config.eval.num_tasks)]
+    return tasks
+
+
+def load_environments(config: Config, tokenizer: Tokenizer) -> dict[str, envs.Environment]:
+    """By the names that they have in the config."""
+    return {name: envs.load(env.path, tokenizer=tokenizer, args=env.args) for name, env in config.env.items()}
