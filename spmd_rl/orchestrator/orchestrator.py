@@ -214,7 +214,7 @@ class Orchestrator:
         self._save_at: set[int] = set()  # versions to come at which the trainers save
         self._saved_version = -1  # newest whose checkpoint this process has completed
         self._evaluations: list[asyncio.Task[None]] = []  # one that runs beside training, one that waits for it
-        self._checkpoints: list[asyncio.Task[None]] = []  # that are being written
+        self._writes: list[asyncio.Task[None]] = []  # checkpoints and evaluations, and nothing cuts them
         self._recording: asyncio.Task[None] | None = None
         self._finishing: asyncio.Task[None] | None = None  # the last checkpoint and the export
         self._beside: set[asyncio.Task[None]] = set()
@@ -306,6 +306,7 @@ class Orchestrator:
                 else:  # at its end anyway
                     await asyncio.wait({self._finishing})
                     await self._evaluations_ended(timeout=shutdown_s / 2)
+                    await self._written()
                     training.cancel()
         except TimeoutError:
             raise RuntimeError(
@@ -361,8 +362,7 @@ class Orchestrator:
 
         A version that has its checkpoint keeps that one: two would be written into one folder.
         """
-        if self._checkpoints:
-            await asyncio.wait(self._checkpoints)
+        await self._written()
         version = self.policy.version
         save = version != self._saved_version
         self._links.finish_training(export, save)
@@ -430,8 +430,7 @@ class Orchestrator:
         self._admitted_until[version] = self.ledger.admitted
         if version in self._save_at:
             words, rollouts = self._snapshot()
-            self._checkpoints = [task for task in self._checkpoints if not task.done()]
-            self._checkpoints.append(self._later(self._checkpoint(version, words, rollouts)))
+            self._write(self._checkpoint(version, words, rollouts))
 
     def _record_step(self, version: int) -> None:
         values = self._values.pop(version)
@@ -577,6 +576,10 @@ class Orchestrator:
             values["eval/pin_stall_s"] = self.pin.stall_s
         self._recorder.write("eval", version, values)
         self._report.evaluated(version, report, rollouts)
+        await asyncio.wait({self._write(asyncio.to_thread(self._write_evaluation, version, values, rollouts))})
+
+    def _write_evaluation(self, version: int, values: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+        """In a worker thread: many long texts take seconds."""
         content = {"version": version, **values, "rollouts": eval_texts(rollouts, self._decode)}
         write_whole(self._run_dir.evaluation(version), json.dumps(content, indent=1))
 
@@ -631,6 +634,15 @@ class Orchestrator:
     async def _complete(self, version: int, words: Mapping[str, object], rollouts: list[Rollout]) -> None:
         await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts)
         self._saved_version = max(self._saved_version, version)
+
+    def _write(self, job: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        self._writes = [*(task for task in self._writes if not task.done()), self._later(job)]
+        return self._writes[-1]
+
+    async def _written(self) -> None:
+        """Waits for what is being written."""
+        if self._writes:
+            await asyncio.wait(self._writes)
 
     def _later(self, job: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Beside everything else; its failure is the run's."""

@@ -38,8 +38,8 @@ class Ranks:
         self.hold_evals = False
         self.exported: bool | None = None
         self.trainers_saved: bool | None = None  # at the end
-        self.may_complete = threading.Event()
-        self.may_complete.set()
+        self.may_write = threading.Event()  # worker threads checkpoints and evaluations
+        self.may_write.set()
         self.told: list = []  # versions that the engine may take, and their checksums
         self.held = {ENGINE: (1, 2), MEMBER: (1, 2)}  # checksums of what an engine's ranks take; (1, 2) are sent
         self._tokens, self._changed = 0, asyncio.Event()
@@ -80,7 +80,7 @@ class Ranks:
                 decode=lambda token_ids: "",
                 say=lambda line: self._changed.set(),
             ),
-            decode=lambda token_ids: "",
+            decode=self._decode,
             complete_checkpoint=self._complete,
             version=version,
             exact=exact,
@@ -97,7 +97,7 @@ class Ranks:
             async with asyncio.timeout(60.0):
                 yield task
         finally:
-            self.may_complete.set()
+            self.may_write.set()
             task.cancel()
 
     async def until(self, true) -> None:
@@ -165,9 +165,15 @@ class Ranks:
             self.orchestrator.scored(ENGINE, self.version, np.array(self.engine_scores(self.version), np.float32))
 
     def _complete(self, version, words, rollouts) -> None:
-        self.may_complete.wait()
+        self.may_write.wait()
         self.saved.append((version, list(self.lines)))
         self.state = (json.loads(json.dumps(words)), rollouts)
+
+    def _decode(self, token_ids) -> str:
+        if threading.current_thread() is threading.main_thread():
+            raise RuntimeError("the event loop stands still while texts are decoded")
+        self.may_write.wait()
+        return ""
 
     def _finish(self, export, save) -> None:
         self.exported, self.trainers_saved = export, save
@@ -288,6 +294,21 @@ def test_a_last_evaluation_that_was_cut_is_made_by_a_resume(tmp_path):
     asyncio.run(main())
 
 
+def test_an_evaluation_that_is_being_written_is_not_cut_by_a_stop(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, shutdown_s=6.0)
+        ranks.may_write.clear()
+        async with ranks.running() as task:
+            await ranks.until(lambda: ranks.count("eval")[0])
+            ranks.orchestrator.stop()
+            await asyncio.wait({task}, timeout=3.5)  # the half of its window
+            ranks.may_write.set()
+            assert await task == "stopped"
+        assert ranks.lines == [("eval", 0)] and ranks.run_dir.evaluation(0).exists()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("ending", ["stopped", "done"])
 def test_an_end_at_a_version_with_a_checkpoint_of_its_own_waits_for_that_and_keeps_it(tmp_path, ending):
     """Two would be written into one folder: by the trainers, while rank 0 sums up and renames."""
@@ -295,14 +316,14 @@ def test_an_end_at_a_version_with_a_checkpoint_of_its_own_waits_for_that_and_kee
     async def main():
         num_tasks = 6 if ending == "done" else None  # three batches
         ranks = Ranks(tmp_path, steps=1000, num_tasks=num_tasks, checkpoint={"every": 1}, eval={"every": -1})
-        ranks.may_complete.clear()
+        ranks.may_write.clear()
         async with ranks.running() as task:
             await ranks.until(lambda: ranks.count("step")[3])
             if ending == "stopped":
                 ranks.orchestrator.stop()
             await asyncio.wait({task}, timeout=0.1)
             assert ranks.exported is None and not task.done()
-            ranks.may_complete.set()
+            ranks.may_write.set()
             assert await task == ending
         assert sorted(version for version, _ in ranks.saved) == list(range(1, ranks.version + 1))
         assert (ranks.exported, ranks.trainers_saved) == (ending == "done", False)
