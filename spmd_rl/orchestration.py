@@ -112,7 +112,10 @@ async def run_orchestrator(
         decode=tokenizer.decode,
         say=lambda line: print(line, flush=True),
     )
-    recorder = Recorder(metrics=run_dir.metrics, tensorboard=run_dir.tensorboard)
+    if restored:
+        report.restore(map(json.loads, run_dir.metrics.read_text("utf-8").splitlines()))
+    since = version + 1 if restored else 0
+    recorder = Recorder(metrics=run_dir.metrics, tensorboard=run_dir.tensorboard, since=since)
     orchestrator = Orchestrator(
         config=config,
         run_dir=run_dir,

@@ -16,13 +16,16 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class Recorder:
-    """Given paths; writes each record through at once, so that what is on disk is what happened."""
+    """Given paths; writes each record through at once, so that what is on disk is what happened.
 
-    def __init__(self, *, metrics: Path, tensorboard: Path) -> None:
+    TensorBoard forgets what it was told before of version `since` and later ones.
+    """
+
+    def __init__(self, *, metrics: Path, tensorboard: Path, since: int = 0) -> None:
         self._file = open(metrics, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
-        self._board = SummaryWriter(str(tensorboard), flush_secs=10)
+        self._board = SummaryWriter(str(tensorboard), purge_step=since, flush_secs=10)
 
-    def write(self, kind: str, version: int, values: Mapping[str, float | None]) -> None:
+    def write(self, kind: str, version: int, values: Mapping[str, object]) -> None:
         record = {"kind": kind, "version": version, "time": round(time.time(), 3)}
         record |= {name: _plain(value) for name, value in values.items()}
         self._file.write(json.dumps(record) + "\n")
@@ -36,7 +39,7 @@ class Recorder:
         self._board.close()
 
 
-def _plain(value: float | None) -> float | None:
+def _plain(value: object) -> object:
     """JSON has no NaN or infinity; None stands for them."""
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else None

@@ -10,9 +10,13 @@ Knows nothing of orders or bounds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from spmd_rl.types import NO_VERSION, Batch
+
+HISTOGRAMS = ("rollouts", "tokens", "in_flight", "in_queue")
 
 
 class Histogram:
@@ -78,8 +82,22 @@ class AgeStats:
             self.unversioned_tokens += int((~live).sum())
             self.tokens.add(batch.index - versions[live])
 
+    def record(self) -> dict[str, object]:
+        """As metrics of a batch: the summary, and all that `from_record` needs."""
+        counts = {name: np.trim_zeros(getattr(self, name).counts, "b").tolist() for name in HISTOGRAMS}
+        return {f"age/{name}": value for name, value in self.summary().items()} | {"age/counts": counts}
+
+    @classmethod
+    def from_record(cls, values: Mapping[str, object]) -> AgeStats:
+        stats = cls()
+        for name in HISTOGRAMS:
+            getattr(stats, name).counts = np.array(values["age/counts"][name], np.int64)
+        stats.unversioned_rollouts = values["age/unversioned_rollouts"]
+        stats.unversioned_tokens = values["age/unversioned_tokens"]
+        return stats
+
     def merge(self, other: AgeStats) -> None:
-        for name in ("rollouts", "tokens", "in_flight", "in_queue"):
+        for name in HISTOGRAMS:
             getattr(self, name).merge(getattr(other, name))
         self.unversioned_rollouts += other.unversioned_rollouts
         self.unversioned_tokens += other.unversioned_tokens

@@ -53,7 +53,7 @@ CANCELLED = "cancelled"  # the error of a rollout that was given up on purpose
 
 
 class Recorder(Protocol):
-    def write(self, kind: str, version: int, values: Mapping[str, float]) -> None: ...
+    def write(self, kind: str, version: int, values: Mapping[str, object]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +382,7 @@ class Orchestrator:
                 self._tasks_ended(index)
                 break
             given_up = self.path.take_given_up()
-            values = batch_metrics(batch, given_up=given_up, usable=self.sink.usable, ages=self._report.ages)
+            values = batch_metrics(batch, given_up=given_up, usable=self.sink.usable)
             values |= reward_metrics([*batch.rollouts, *itertools.chain.from_iterable(given_up.values())])
             values["time/parked_s"] = await self.hold.wait(index)
             values["admission/used"] = self.path.used_slots(index)
@@ -575,7 +575,7 @@ class Orchestrator:
         if self._config.eval.pin:
             values["eval/pin_stall_s"] = self.pin.stall_s
         self._recorder.write("eval", version, values)
-        self._report.evaluated(version, report, rollouts)
+        self._report.evaluated(version, report, values, rollouts)
         await asyncio.wait({self._write(asyncio.to_thread(self._write_evaluation, version, values, rollouts))})
 
     def _write_evaluation(self, version: int, values: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:

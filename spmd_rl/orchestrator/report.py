@@ -1,6 +1,7 @@
 """What a person sees: a line a step, a table at the end, a summary on disk, and which stage was the bottleneck.
 
-Given the numbers of each step and the engines' figures.  Idle shares leave out filling and emptying the pipeline: the
+Given the numbers of each step and the engines' figures.  What it counts is of the whole run, resumes included, what it
+times of this process.  Idle shares leave out filling and emptying the pipeline: the
 trainer's run from its first batch on, the engines' from the first admission until the last batch was formed.
 Knows nothing of queues or ranks.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -37,19 +38,18 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def batch_metrics(
-    batch: Batch, *, given_up: Mapping[str, Sequence[Rollout]], usable: Callable[[Rollout], bool], ages: AgeStats
-) -> dict[str, float]:
-    """What a batch says of itself and of what was given up before it was full; its ages are added to the run's."""
-    own = AgeStats()
-    own.add(batch)
-    ages.merge(own)
+    batch: Batch, *, given_up: Mapping[str, Sequence[Rollout]], usable: Callable[[Rollout], bool]
+) -> dict[str, object]:
+    """What a batch says of itself and of what was given up before it was full."""
+    ages = AgeStats()
+    ages.add(batch)
     good = [r for r in batch.rollouts if usable(r)]
 
     def mean(values: Sequence[float]) -> float:
         return float(np.mean(values)) if len(values) else 0.0
 
     return {
-        **{f"age/{name}": value for name, value in own.summary().items()},
+        **ages.record(),
         "reward_trained": mean([r.reward for r in good]),
         "rollout/length": mean([r.num_trainable for r in good]),
         "rollout/turns": mean([r.num_turns for r in good]),
@@ -82,6 +82,7 @@ class Report:
         self._decode, self._clock = decode, clock
         self._started = clock()
         self._num_steps = 0
+        self._resumed_at = 0
         self._first_step: float | None = None  # when it began
         self._step_times: deque[float] = deque(maxlen=RECENT)
         self._first_rewards: list[float] = []
@@ -89,9 +90,24 @@ class Report:
         self._waited_s = self._worked_s = 0.0  # by the trainer, from its first batch on
         self._trained_tokens = 0.0
         self._parked_s = 0.0
-        self._evals: list[tuple[int, EvalReport, list[Rollout]]] = []
+        self._evals: list[tuple[int, Mapping[str, float], Rollout | None]] = []
         self._failures: Counter[str] = Counter()  # rollouts by what they failed of
         self._worst_probe: float | None = None
+
+    def restore(self, records: Iterable[Mapping[str, object]]) -> None:
+        """Go on from what the run recorded up to the version that is resumed."""
+        for record in records:
+            version = record["version"]
+            if record["kind"] == "step":
+                self._count(version, record)
+                failures = {name: value for name, value in record.items() if name.startswith("failures/")}
+                self._failures = Counter({name.removeprefix("failures/"): value for name, value in failures.items()})
+            elif record["kind"] == "eval":
+                values = {name: value for name, value in record.items() if name.startswith("eval/")}
+                self._evals = [*self._evals[:1], (version, values, None)]
+            elif record["kind"] == "probe" and (kl := record.get("probe/kl")) is not None:
+                self._worst_probe = max(self._worst_probe or 0.0, kl)
+        self._resumed_at = self.version
 
     # ---- while it goes on
 
@@ -102,15 +118,10 @@ class Report:
         self._step_times.append(self._first_step)
 
     def step(self, version: int, values: dict[str, float]) -> None:
-        self.version = version
         self._step_times.append(self._clock())
-        self._first_rewards += [values["reward"]] * (self._num_steps < ENDS)
-        self._last_rewards.append(values["reward"])
-        self._waited_s += values["trainer/wait_s"] * (self._num_steps > 0)  # the first batch is waited for anyway
+        self._waited_s += values["trainer/wait_s"] * (self._worked_s > 0)  # the first batch is waited for anyway
         self._worked_s += values["trainer/step_s"]
-        self._num_steps += 1
-        self._trained_tokens += values["trainer/tokens"]
-        self._parked_s += values["time/parked_s"]
+        self._count(version, values)
         recent = self._step_times
         left_s = (recent[-1] - recent[0]) / max(1, len(recent) - 1) * (self._steps - version)
         bound = "" if self._bound.age is None else f" (bound {self._bound.age})"
@@ -122,8 +133,10 @@ class Report:
             f"{values['trainer/tokens_per_s']:.0f}  left {_duration(left_s)}"
         )
 
-    def evaluated(self, version: int, report: EvalReport, rollouts: list[Rollout]) -> None:
-        self._evals = [*self._evals[:1], (version, report, rollouts)]
+    def evaluated(
+        self, version: int, report: EvalReport, values: Mapping[str, float], rollouts: Sequence[Rollout]
+    ) -> None:
+        self._evals = [*self._evals[:1], (version, values, rollouts[0])]
         for env, result in report.envs.items():
             self.say(f"eval at version {version}: {env} reward {result.reward:.3f} over {result.num_tasks} tasks")
 
@@ -173,6 +186,7 @@ class Report:
             "error": "",  # that of a failed run is known to whoever found it
             "steps": self._num_steps,
             "version": self.version,
+            "resumed_at": self._resumed_at,
             "reward_first": _mean(self._first_rewards),
             "reward_last": _mean(self._last_rewards),
             "age_mean": ages["rollout_mean"],
@@ -188,8 +202,8 @@ class Report:
             "parked_s": self._parked_s,
             "probe_kl_max": self._worst_probe,
             "tokens_trained": self._trained_tokens,
-            "eval_first": eval_values(self._evals[0][1]) if self._evals else None,
-            "eval_last": eval_values(self._evals[-1][1]) if self._evals else None,
+            "eval_first": self._evals[0][1] if self._evals else None,
+            "eval_last": self._evals[-1][1] if self._evals else None,
             "wall_s": wall_s,
             "steps_per_minute": self._steps_per_minute(),
             "bottleneck": stage,
@@ -213,7 +227,10 @@ class Report:
         }
         rows = {
             "status": summary["status"],
-            "steps": f"{summary['steps']} in {_duration(summary['wall_s'])}, version {summary['version']}",
+            "steps": (
+                f"{summary['version'] - summary['resumed_at']} in {_duration(summary['wall_s'])}, version "
+                f"{summary['version']}"
+            ),
             f"reward, first {ENDS} → last {ENDS}": (
                 f"{number(summary['reward_first'])} → {number(summary['reward_last'])}"
             ),
@@ -230,15 +247,26 @@ class Report:
         }
         width = max(map(len, rows))
         lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
-        for version, _, rollouts in self._evals if len(self._evals) > 1 else []:
-            lines.append(f"  example at version {version} (reward {rollouts[0].reward:g}):")
-            lines += [f"    {line}" for line in self._decode(rollouts[0].token_ids).strip().splitlines()]
+        for version, _, example in self._evals if len(self._evals) > 1 else []:
+            if example is not None:  # else it is in the run directory
+                lines.append(f"  example at version {version} (reward {example.reward:g}):")
+                lines += [f"    {line}" for line in self._decode(example.token_ids).strip().splitlines()]
         return "\n".join(lines)
 
+    def _count(self, version: int, values: Mapping[str, object]) -> None:
+        """A step, of this process or of one before."""
+        self.version = version
+        self.ages.merge(AgeStats.from_record(values))
+        self._first_rewards += [values["reward"]] * (self._num_steps < ENDS)
+        self._last_rewards.append(values["reward"])
+        self._num_steps += 1
+        self._trained_tokens += values["trainer/tokens"]
+        self._parked_s += values["time/parked_s"]
+
     def _steps_per_minute(self) -> float | None:
-        if self._first_step is None or not self._num_steps:
+        if self._first_step is None or self.version == self._resumed_at:
             return None
-        return 60.0 * self._num_steps / max(self._step_times[-1] - self._first_step, 1e-9)
+        return 60.0 * (self.version - self._resumed_at) / max(self._step_times[-1] - self._first_step, 1e-9)
 
 
 def eval_values(report: EvalReport) -> dict[str, float]:

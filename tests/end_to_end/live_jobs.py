@@ -18,6 +18,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from tests.end_to_end.jobs import ROOT, command, environment
 
 MARK = "LIVE_JOB"  # in the environment of all processes of a job
@@ -159,7 +161,11 @@ def assert_whole(run_dir: Path, *, num_steps: int, max_staleness: int = 2, batch
     assert sorted(tickets) == list(range(num_steps * batch_size))  # nothing is filtered, failed or left over here
     bound = (max_staleness + 1) * batch_size
     assert all(record["admission/per_step"] <= bound for record in steps(run_dir))
-    assert end["age_max"] <= max_staleness
+    recorded = steps(run_dir)
+    assert end["age_max"] == max(record["age/rollout_max"] for record in recorded) <= max_staleness
+    assert (end["steps"], end["tokens_trained"]) == (num_steps, sum(record["trainer/tokens"] for record in recorded))
+    shown = EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars("reward")
+    assert [event.step for event in shown] == list(range(1, num_steps + 1))
     ledger = end["ledger"]
     assert ledger["admitted"] == num_steps * batch_size == ledger["rollouts"]["trained"]
     evaluated = [record["version"] for record in metrics(run_dir, "eval")]

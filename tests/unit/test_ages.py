@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 
 from spmd_rl.orchestrator.ages import AgeStats, Histogram
@@ -47,6 +49,17 @@ def test_statistics_of_parts_add_up():
     a.merge(b)
     assert a.summary() == whole.summary()
     assert a.summary()["rollout_max"] == 27
+
+
+def test_what_is_recorded_of_batches_gives_the_same_statistics_again():
+    whole, again = AgeStats(), AgeStats()
+    for one in (batch(4, [1, 2], [-1], [4]), batch(30, [3], [29, -1]), batch(5, [0], failed=(0,))):
+        whole.add(one)
+        own = AgeStats()
+        own.add(one)
+        again.merge(AgeStats.from_record(json.loads(json.dumps(own.record()))))
+    assert again.summary() == whole.summary()
+    assert (again.summary()["rollout_max"], again.summary()["unversioned_tokens"]) == (27, 2)
 
 
 def test_percentiles_are_exact():

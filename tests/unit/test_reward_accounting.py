@@ -8,7 +8,6 @@ import pytest
 from spmd_rl.advantages import grpo
 from spmd_rl.bounds import age_bound
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.orchestrator.ages import AgeStats
 from spmd_rl.orchestrator.order import make_order
 from spmd_rl.orchestrator.report import batch_metrics, reward_metrics
 from spmd_rl.orchestrator.train_sink import KEPT, TrainSink, zero_spread
@@ -43,7 +42,7 @@ def test_lengths_count_what_was_sampled_and_not_prompts_or_tool_replies():
     rollouts = [fakes.rollout(work, i, versions=[0] * 4) for i in range(2)]
     rollouts[0].append(np.array([7] * 50, np.int32))  # what a tool said
     batch = Batch(index=0, rollouts=rollouts, advantages=np.array([1.0, -1.0], np.float32))
-    assert batch_metrics(batch, given_up={}, usable=lambda _: True, ages=AgeStats())["rollout/length"] == 4.0
+    assert batch_metrics(batch, given_up={}, usable=lambda _: True)["rollout/length"] == 4.0
 
 
 def test_what_was_not_measured_is_in_no_mean():
@@ -84,6 +83,6 @@ def test_the_trainable_share_is_of_everything_that_was_sampled_for_the_batch():
         advantages=np.array([1.0, -1.0, 0.0, 1.0], np.float32),
     )
     given_up = {"filtered": [fakes.rollout(work)] * 10, "dropped": [fakes.rollout(work)] * 6}
-    values = batch_metrics(batch, given_up=given_up, usable=lambda _: True, ages=AgeStats())
+    values = batch_metrics(batch, given_up=given_up, usable=lambda _: True)
     shown = {name: values[f"rollout/{name}"] for name in ("filtered", "dropped", "trainable_share")}
     assert shown == {"filtered": 10, "dropped": 6, "trainable_share": 3 / 20}

@@ -1,0 +1,65 @@
+"""The summary of a run that was resumed is that of the run, not of its last process."""
+
+import json
+
+import numpy as np
+
+from spmd_rl.bounds import Bound
+from spmd_rl.orchestrator.eval_sink import EvalReport
+from spmd_rl.orchestrator.report import Report, batch_metrics
+from spmd_rl.types import Batch
+from tests import fakes
+
+OF_A_PROCESS = {"trainer_idle", "steps_per_minute", "wall_s", "resumed_at"}
+AGES = [0, 0, 2, 0, 1, 0, 1, 0]  # of the batch that makes version 1, 2, …
+
+
+def report() -> Report:
+    bound = Bound(age=2, line="", cap=None)
+    return Report(steps=8, max_staleness=2, bound=bound, decode=str, say=lambda line: None, clock=lambda: 0.0)
+
+
+def step(version: int) -> dict[str, object]:
+    index, age = version - 1, AGES[version - 1]
+    rollouts = [fakes.rollout(fakes.work(i), versions=[index - age] * (i + 1)) for i in range(2)]
+    for rollout in rollouts:
+        rollout.finished_version = index
+    batch = Batch(index=index, rollouts=rollouts, advantages=np.ones(2, np.float32))
+    values = batch_metrics(batch, given_up={}, usable=lambda _: True)
+    values |= {"reward": version / 8, "trainer/wait_s": float(version), "trainer/step_s": 1.0}
+    values |= {"trainer/tokens": 3, "trainer/tokens_per_s": 3.0, "time/parked_s": 0.25}
+    return values
+
+
+def train(of: Report, lines: list[dict], versions: range) -> None:
+    """As the orchestrator does it, with what it records."""
+    for version in versions:
+        failed = fakes.rollout(fakes.work(), failed=True)
+        of.failed(failed)
+        values = step(version) | of.failures()
+        lines.append({"kind": "step", "version": version, **values})
+        of.step(version, values)
+        probe = {"probe/kl": 1e-6 / version} if version % 2 else {"probe/missed": 1}
+        lines.append({"kind": "probe", "version": version, **probe})
+        of.probed(version, probe)
+        scored = {"eval/fake/reward": version / 10}
+        lines.append({"kind": "eval", "version": version, **scored})
+        of.evaluated(version, EvalReport(eval_id="", envs={}), scored, [failed])
+
+
+def test_a_resume_goes_on_from_what_was_recorded_and_its_times_are_its_own():
+    whole, first, lines = report(), report(), []
+    train(whole, [], range(1, 9))
+    train(first, lines, range(1, 6))
+    resumed = report()
+    resumed.restore(json.loads(json.dumps(lines)))
+    train(resumed, [], range(6, 9))
+    expected, summary = whole.summary("done", {}, {}), resumed.summary("done", {}, {})
+    assert {n: v for n, v in summary.items() if n not in OF_A_PROCESS} == {
+        n: v for n, v in expected.items() if n not in OF_A_PROCESS
+    }
+    assert (summary["steps"], summary["age_max"], summary["tokens_trained"], summary["resumed_at"]) == (8, 2, 24, 5)
+    assert (summary["reward_first"], summary["reward_last"]) == (3 / 8, 6 / 8)  # versions 1 … 5 and 4 … 8
+    assert (summary["eval_first"], summary["failures"]) == ({"eval/fake/reward": 0.1}, {"ValueError": 8})
+    assert summary["trainer_idle"] == (7 + 8) / (7 + 8 + 3)  # the first batch is waited for anyway
+    assert "\n  steps                     3 in 0s, version 8\n" in resumed.table(summary, paths={})
