@@ -35,6 +35,8 @@ class EngineStats:
     busy_s: float = 0.0  # in steps and in swaps
     pause_s: float = 0.0  # in swaps alone
     recompute_s: float = 0.0  # in steps for which a sequence waited that had begun before the last swap
+    slot_s: float = 0.0  # in steps, each for every sequence that held a slot
+    waiting_s: float = 0.0  # in steps, each for every request that had none
     tokens: int = 0  # of completions handed back, wasted ones included
     wasted_tokens: int = 0  # of sequences that were restarted
     swaps: int = 0
@@ -214,6 +216,9 @@ class EngineThread:
         seconds = time.perf_counter() - start
         self.stats.busy_s += seconds
         self.stats.recompute_s += seconds if recomputes else 0.0
+        in_slots = self.engine.num_running + len(finished)
+        self.stats.slot_s += seconds * in_slots
+        self.stats.waiting_s += seconds * max(0, self.num_requests - in_slots)
         for request_id, completion in finished:
             self._finish(request_id, self._running.pop(request_id), completion)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 
 import numpy as np
 
@@ -90,9 +91,7 @@ class InferenceRank:
     def _counts(self) -> dict[str, float]:
         engine, stats = self._engine.engine, self._engine.stats
         return {
-            **{name: getattr(stats, name) for name in ("busy_s", "pause_s", "recompute_s", "tokens", "swaps")},
-            "running": engine.num_running,
-            "waiting": max(0, self._engine.num_requests - engine.num_running),
+            **asdict(stats),
             "kv_used": engine.kv_used,
             "version": engine.version,
         }

@@ -22,6 +22,7 @@ from spmd_rl.liveness import Liveness
 from spmd_rl.model import hidden_size
 from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator, Sent
 from spmd_rl.orchestrator.report import Report
+from spmd_rl.orchestrator.verdict import Knobs
 from spmd_rl.packing import Packed
 from spmd_rl.plot import plot_run
 from spmd_rl.recorder import Recorder
@@ -107,7 +108,8 @@ async def run_orchestrator(
     )
     report = Report(
         steps=config.run.steps,
-        max_staleness=config.staleness.max_staleness,
+        knobs=knobs_of(config),
+        slots=config.inference.max_slots * len(world.topology.engine_leaders),
         bound=config.age_bound,
         decode=tokenizer.decode,
         say=lambda line: print(line, flush=True),
@@ -132,7 +134,8 @@ async def run_orchestrator(
     )
 
     def summary(status: str) -> dict[str, object]:
-        return report.summary(status, orchestrator.ledger.state(), orchestrator.path.mean_lengths())
+        lengths, closed_s = orchestrator.path.mean_lengths(), orchestrator.gate.closed_s()
+        return report.summary(status, orchestrator.ledger.state(), lengths, closed_s)
 
     live.known = lambda: summary("failed")
     if restored:
@@ -212,6 +215,12 @@ async def run_orchestrator(
         paths = {**paths, "trained model": run_dir.model}
     report.say(report.table(end, paths=paths))
     return 0 if status == "done" else signals.code
+
+
+def knobs_of(config: Config) -> Knobs:
+    """The settings that the verdict names."""
+    names = ("max_staleness", "max_concurrent", "gate", "order", "window", "max_age")
+    return Knobs(batch_size=config.rollout.batch_size, **{name: getattr(config.staleness, name) for name in names})
 
 
 def _layout(world: World, config: Config) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from spmd_rl.orchestrator.verdict import Knobs
 from spmd_rl.policy import Policy
 from spmd_rl.types import Group, GroupWork, Rollout, Task
 
@@ -47,6 +48,12 @@ def group(of: GroupWork, rewards: list[float] | None = None, *, failed: tuple[in
     rewards = [float(i) for i in range(of.size)] if rewards is None else rewards
     members = [rollout(of, i, reward=r, failed=i in failed) for i, r in enumerate(rewards)]
     return Group(group_id=of.group_id, first_ticket=of.first_ticket, admission_version=of.version, rollouts=members)
+
+
+def knobs(**changed: object) -> Knobs:
+    """What a run was set to."""
+    usual: dict[str, object] = {"max_staleness": 2, "batch_size": 4, "max_concurrent": 64, "gate": "admission"}
+    return Knobs(**usual | {"order": "admission", "window": 1, "max_age": -1} | changed)
 
 
 def tasks(num: int | None = None) -> Iterator[Task]:

@@ -12,7 +12,7 @@ Counts = Mapping[int, Mapping[str, float]]  # an engine's counters, by the rank 
 
 
 class EngineFigures:
-    """`count` whenever there are new counters; `rates` while the run goes on, `idle` and `summary` at its end.
+    """`count` whenever there are new counters; `rates` while the run goes on, `within` and `summary` at its end.
 
     Example: a reader that asks once a step gets the rates of that step, whoever counts in between.
     """
@@ -50,9 +50,9 @@ class EngineFigures:
         }
 
     @property
-    def idle(self) -> float | None:
-        """Share of their time, within the window, that engines had nothing to do."""
-        return _together(list(_between(*self._window).values()))["idle"] if len(self._window) == 2 else None
+    def within(self) -> dict[str, float]:
+        """Figures of all engines over the window; none before it has ended."""
+        return _together(list(_between(*self._window).values())) if len(self._window) == 2 else {}
 
     def summary(self) -> dict[str, dict[str, float | None]]:
         """Each engine over the run."""
@@ -79,7 +79,9 @@ def _between(first: tuple[float, Counts], last: tuple[float, Counts]) -> dict[in
             "tokens_per_s": (counts["tokens"] - old[rank]["tokens"]) / seconds,
             "recompute": (counts["recompute_s"] - old[rank]["recompute_s"]) / seconds,
             "idle": max(0.0, 1.0 - (counts["busy_s"] - old[rank]["busy_s"]) / seconds),
-            **{name: counts[name] for name in ("rollouts", "running", "waiting", "kv_used", "version")},
+            "running": (counts["slot_s"] - old[rank]["slot_s"]) / seconds,
+            "waiting": (counts["waiting_s"] - old[rank]["waiting_s"]) / seconds,
+            **{name: counts[name] for name in ("rollouts", "kv_used", "version")},
         }
         for rank, counts in new.items()
     }

@@ -10,6 +10,8 @@ Where a resumed run lowered S or C it may start with more than these allow, and 
 Mode "ship" limits admission by C and a queue of Q finished rollouts only; S then bounds what is shipped (ship_hold.py).
 Adaptive admission lowers the limit to what keeps the trainer busy (`AdaptiveAdmission`).
 
+While somebody waits for it, it counts for how long C alone said no and for how long the bound did.
+
 Knows nothing of queues, engines or weights.
 """
 
@@ -17,7 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 
 from spmd_rl.policy import Policy
@@ -41,6 +44,7 @@ class Gate:
         last_version: int | None = None,  # of the run: nothing is admitted that no batch up to it has a place for
         adaptive: AdaptiveAdmission | None = None,
         defer: Callable[[Callable[[], None]], object] | None = None,  # wakes the waiter; None = at once
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_staleness, self.batch_size, self.max_concurrent = max_staleness, batch_size, max_concurrent
         self.queue_size, self.adaptive = queue_size, adaptive
@@ -58,6 +62,9 @@ class Gate:
         self._defer = defer or (lambda wake: wake())
         self._waiter: asyncio.Future[None] | None = None
         self._wanted = 0
+        self._closed_by = ""  # what says no to who waits
+        self._closed_s: Counter[str] = Counter()  # up to `_counted_to`
+        self._clock, self._counted_to = clock, 0.0
         self._idle_waiter: asyncio.Future[None] | None = None
         self._smallest = 0
         self._waking = False
@@ -89,11 +96,18 @@ class Gate:
             if self._waiter is not None:
                 raise RuntimeError("the gate has one waiter, and a second one came")
             self._waiter, self._wanted = asyncio.get_running_loop().create_future(), num
+            self._count_closed()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+                self._count_closed()
         return not self.closed
+
+    def closed_s(self) -> dict[str, float]:
+        """Seconds until now that it was closed to who waited: by "concurrency", C alone, or by the "bound"."""
+        of_late = {self._closed_by: self._clock() - self._counted_to}
+        return {name: self._closed_s[name] + of_late.get(name, 0.0) for name in ("concurrency", "bound")}
 
     async def idle(self, num: int) -> None:
         """Wait until nothing runs and not even `num` rollouts may be admitted: all that this version starts has ended.
@@ -184,10 +198,22 @@ class Gate:
         if self._bounded and self.accepted + self.running > max(self.limit, self._restored):
             raise RuntimeError(f"accepted + running = {self.accepted + self.running} > (S + version + 1)·B: {self}")
 
+    def _count_closed(self) -> None:
+        """By what has said no since the last call; nothing does where no more is to be trained in the run."""
+        now = self._clock()
+        self._closed_s[self._closed_by] += now - self._counted_to
+        self._counted_to = now
+        if self._waiter is None or self._wanted > self._last_slot - self.accepted - self.running:
+            self._closed_by = ""
+        else:
+            self._closed_by = "bound" if self._room() < self._wanted else "concurrency"
+
     def _is_idle(self) -> bool:
         return self._abandoned or (not self.running and (self.closed or self.capacity() < self._smallest))
 
     def _wake(self) -> None:
+        if self._waiter is not None:
+            self._count_closed()
         if self._idle_waiter is not None and self._is_idle():
             self._idle_waiter.set_result(None)
             self._idle_waiter = None

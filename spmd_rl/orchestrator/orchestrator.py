@@ -137,6 +137,7 @@ class Orchestrator:
             queue_size=staleness.queue_size,
             last_version=self._last_version,
             adaptive=self._adaptive,
+            clock=clock,
         )
         self.dispatcher = Dispatcher(
             tasks=tasks,
@@ -174,6 +175,7 @@ class Orchestrator:
             policy=self.policy,
             ledger=self.ledger,
             observe=difficulty.observe,
+            clock=clock,
         )
         self.hold = ShipHold(self.policy, max_staleness=config.batches_ahead, clock=clock)
         self.watcher = WeightWatcher(announced=self._announced, reload=self._reload, policy=self.policy)
@@ -385,6 +387,7 @@ class Orchestrator:
             values = batch_metrics(batch, given_up=given_up, usable=self.sink.usable)
             values |= reward_metrics([*batch.rollouts, *itertools.chain.from_iterable(given_up.values())])
             values["time/parked_s"] = await self.hold.wait(index)
+            values["time/held_back_s"] = self.path.held_back_s
             values["admission/used"] = self.path.used_slots(index)
             self._values[index + 1] = values
             packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch, self.sink.usable)

@@ -1,4 +1,4 @@
-"""What a person sees: a line a step, a table at the end, a summary on disk, and which stage was the bottleneck.
+"""What a person sees: a line a step, a table at the end, a summary on disk.
 
 Given the numbers of each step and the engines' figures.  What it counts is of the whole run, resumes included, what it
 times of this process.  Idle shares leave out filling and emptying the pipeline: the
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from spmd_rl.orchestrator.ages import AgeStats
 from spmd_rl.orchestrator.engine_figures import EngineFigures
 from spmd_rl.orchestrator.eval_sink import EvalReport
 from spmd_rl.orchestrator.probe import MUCH_KL
+from spmd_rl.orchestrator.verdict import Knobs, Signals, diagnose
 from spmd_rl.types import Batch, Rollout
 
 RECENT = 6  # ends of steps that the time left is judged by
@@ -68,7 +70,8 @@ class Report:
         self,
         *,
         steps: int,
-        max_staleness: int,
+        knobs: Knobs,
+        slots: int,  # of all engines
         bound: Bound,
         decode: Callable[[np.ndarray], str],
         say: Callable[[str], None] = print,
@@ -77,7 +80,7 @@ class Report:
         self.say = say
         self.ages = AgeStats()
         self.version = 0
-        self._steps, self._max_staleness, self._bound = steps, max_staleness, bound
+        self._steps, self._knobs, self._slots, self._bound = steps, knobs, slots, bound
         self.engines = EngineFigures(clock=clock)
         self._decode, self._clock = decode, clock
         self._started = clock()
@@ -88,6 +91,9 @@ class Report:
         self._first_rewards: list[float] = []
         self._last_rewards: deque[float] = deque(maxlen=ENDS)
         self._waited_s = self._worked_s = 0.0  # by the trainer, from its first batch on
+        self._held_back_s = 0.0  # of the waiting: a batch's worth of finished rollouts lay there
+        self._held_s = 0.0  # complete batches, by this process
+        self._sampled = self._taught = self._dropped = 0.0  # rollouts: all, with an advantage, given up for their age
         self._trained_tokens = 0.0
         self._parked_s = 0.0
         self._evals: list[tuple[int, Mapping[str, float], Rollout | None]] = []
@@ -119,7 +125,14 @@ class Report:
 
     def step(self, version: int, values: dict[str, float]) -> None:
         self._step_times.append(self._clock())
-        self._waited_s += values["trainer/wait_s"] * (self._worked_s > 0)  # the first batch is waited for anyway
+        if self._worked_s > 0:  # the first batch is waited for anyway
+            self._waited_s += values["trainer/wait_s"]
+            self._held_back_s += min(values["trainer/wait_s"], values["time/held_back_s"])
+        sampled = self._knobs.batch_size + values["rollout/filtered"] + values["rollout/dropped"]
+        self._sampled += sampled
+        self._taught += sampled * values["rollout/trainable_share"]
+        self._dropped += values["rollout/dropped"]
+        self._held_s += values["time/parked_s"]
         self._worked_s += values["trainer/step_s"]
         self._count(version, values)
         recent = self._step_times
@@ -170,17 +183,33 @@ class Report:
         """Share of its time, from its first batch on, that the trainer waited for the next."""
         return self._waited_s / (self._waited_s + self._worked_s) if self._worked_s else None
 
-    def bottleneck(self) -> tuple[str, str]:
-        """Which stage, and what to change: one knob at a time."""
-        return diagnose(self.trainer_idle, self.engines.idle, max_staleness=self._max_staleness)
+    def signals(self, closed_s: Mapping[str, float]) -> Signals:
+        """What the verdict goes by."""
+        engines = self.engines.within
+        return Signals(
+            trainer_idle=self.trainer_idle,
+            engine_idle=engines.get("idle"),
+            slots_used=engines.get("running", 0.0) / self._slots,
+            requests_wait=engines.get("waiting", 0.0),
+            closed_by_concurrency=_part(closed_s["concurrency"], sum(closed_s.values())),
+            held_back=_part(self._held_back_s, self._waited_s),
+            parked=_part(self._held_s, self._training_s()),
+            trainable=_part(self._taught, self._sampled),
+            dropped=_part(self._dropped, self._sampled),
+        )
 
     def summary(
-        self, status: str, ledger: dict[str, object], lengths: dict[str, dict[str, float]]
+        self,
+        status: str,
+        ledger: dict[str, object],
+        lengths: dict[str, dict[str, float]],
+        closed_s: Mapping[str, float],  # of the gate
     ) -> dict[str, object]:
         """What summary.json holds."""
+        signals = self.signals(closed_s)
         ages = self.ages.summary()
         wall_s = self._clock() - self._started
-        stage, advice = self.bottleneck()
+        stage, advice = diagnose(signals, self._knobs)
         return {
             "status": status,
             "error": "",  # that of a failed run is known to whoever found it
@@ -195,9 +224,10 @@ class Report:
             "age": ages,
             "age_bound": self._bound.age,
             "age_bound_line": self._bound.line,
-            "max_staleness": self._max_staleness,
-            "trainer_idle": self.trainer_idle,
-            "engine_idle": self.engines.idle,
+            "max_staleness": self._knobs.max_staleness,
+            "trainer_idle": signals.trainer_idle,
+            "engine_idle": signals.engine_idle,
+            "signals": asdict(signals),
             "engines": self.engines.summary(),
             "parked_s": self._parked_s,
             "probe_kl_max": self._worst_probe,
@@ -263,10 +293,13 @@ class Report:
         self._trained_tokens += values["trainer/tokens"]
         self._parked_s += values["time/parked_s"]
 
+    def _training_s(self) -> float:
+        """From the first admission of this process to its last step."""
+        return 0.0 if self._first_step is None else self._step_times[-1] - self._first_step
+
     def _steps_per_minute(self) -> float | None:
-        if self._first_step is None or self.version == self._resumed_at:
-            return None
-        return 60.0 * (self.version - self._resumed_at) / max(self._step_times[-1] - self._first_step, 1e-9)
+        seconds = self._training_s()
+        return 60.0 * (self.version - self._resumed_at) / seconds if seconds else None
 
 
 def eval_values(report: EvalReport) -> dict[str, float]:
@@ -316,17 +349,8 @@ def _shares_of_engines(engines: Mapping[str, Mapping[str, float | None]]) -> dic
     return {f"rollouts of {len(engines)} engines": f"most {shares[0]}, least {shares[1]}"}
 
 
-def diagnose(trainer_idle: float | None, engine_idle: float | None, *, max_staleness: int) -> tuple[str, str]:
-    """(stage, advice) from the idle shares of both sides."""
-    if trainer_idle is None or engine_idle is None:
-        return "unknown", "too few steps to tell"
-    if max_staleness == 0 and min(trainer_idle, engine_idle) > 0.1:
-        return "taking turns", "each side waits for the other: raise staleness.max_staleness to 1"
-    if max(trainer_idle, engine_idle) < 0.1:
-        return "none", "both sides are busy"
-    if trainer_idle > engine_idle:
-        return "generation", "the trainer waits: give inference more ranks, or shorten rollout.max_tokens"
-    return "trainer", "engines wait: give the trainer more ranks; more in flight would only age the data"
+def _part(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def _mean(values: Sequence[float]) -> float | None:

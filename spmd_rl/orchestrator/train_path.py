@@ -10,6 +10,7 @@ Knows nothing of engines, messages, disks or weights.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,10 @@ class TrainPath:
         policy: Policy,
         ledger: Ledger,
         observe: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,  # sees the members of every judged group
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.held_back_s = 0.0  # of the newest batch: B kept rollouts lay there, and it could not be formed of them
+        self._clock = clock
         self._observe = observe
         self._dispatcher, self._sink, self._gate = dispatcher, sink, gate
         self._policy, self._ledger = policy, ledger
@@ -77,14 +81,18 @@ class TrainPath:
 
     async def form(self, index: int) -> Batch | None:
         """Wait for batch `index`; None once nothing more can come.  Unblocked by `collect`."""
+        enough_at: float | None = None
         while (batch := self._sink.next_batch(index)) is None:
             if self._collected:
                 return None
+            if enough_at is None and self._sink.may_form:
+                enough_at = self._clock()
             self._former = asyncio.get_running_loop().create_future()
             try:
                 await self._former
             finally:
                 self._former = None
+        self.held_back_s = 0.0 if enough_at is None else self._clock() - enough_at
         self._untrained[index] = batch
         self._gate.consume()
         self._expire(index + 1)

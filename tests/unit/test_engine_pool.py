@@ -85,7 +85,7 @@ def test_an_engine_that_takes_four_times_as_long_for_a_step_gets_a_fifth(folder)
 
 def counters(**changed: float) -> dict[str, float]:
     zero = dict.fromkeys(
-        ("busy_s", "pause_s", "recompute_s", "tokens", "swaps", "running", "waiting", "kv_used", "version"), 0
+        ("busy_s", "pause_s", "recompute_s", "slot_s", "waiting_s", "tokens", "swaps", "kv_used", "version"), 0
     )
     return {**zero, "rollouts": 0, **changed}
 
@@ -93,16 +93,16 @@ def counters(**changed: float) -> dict[str, float]:
 def test_figures_of_two_engines_since_the_count_before():
     times = iter([10.0, 12.0, 20.0])
     figures = EngineFigures(clock=lambda: next(times))
-    assert figures.rates("step") == {} and figures.idle is None and figures.summary() == {}
+    assert figures.rates("step") == {} and figures.within == {} and figures.summary() == {}
     figures.count({0: counters(), 3: counters()})
     figures.mark()
-    figures.count({0: counters(tokens=100, busy_s=2), 3: counters(tokens=20, busy_s=1)})
+    figures.count({0: counters(tokens=100, busy_s=2, slot_s=3), 3: counters(tokens=20, busy_s=1)})
     rates = figures.rates("step")
     assert (rates["engine/tokens_per_s"], rates["engine/idle"]) == (60.0, 0.25)
     figures.count(
         {
-            0: counters(tokens=900, busy_s=10, running=4, waiting=1, kv_used=0.5, version=2, swaps=2, pause_s=0.3),
-            3: counters(tokens=100, busy_s=3, recompute_s=1, running=2, waiting=0, kv_used=0.7, version=1, rollouts=9),
+            0: counters(tokens=900, busy_s=10, slot_s=35, waiting_s=8, kv_used=0.5, version=2, swaps=2, pause_s=0.3),
+            3: counters(tokens=100, busy_s=3, recompute_s=1, slot_s=20, kv_used=0.7, version=1, rollouts=9),
         }
     )
     figures.mark()
@@ -110,7 +110,7 @@ def test_figures_of_two_engines_since_the_count_before():
         "engine/tokens_per_s": 110.0,
         "engine/idle": 0.375,
         "engine/recompute": 0.0625,
-        "engine/running": 6,
+        "engine/running": 6.5,  # 32 and 20 sequences' seconds in eight
         "engine/waiting": 1,
         "engine/kv_used": 0.7,
         **{
@@ -122,9 +122,9 @@ def test_figures_of_two_engines_since_the_count_before():
             f"engine/rank3/{k}": v
             for k, v in {"tokens_per_s": 10.0, "idle": 0.75, "recompute": 0.125, "rollouts": 9}.items()
         },
-        **{f"engine/rank3/{k}": v for k, v in {"running": 2, "waiting": 0, "kv_used": 0.7, "version": 1}.items()},
+        **{f"engine/rank3/{k}": v for k, v in {"running": 2.5, "waiting": 0, "kv_used": 0.7, "version": 1}.items()},
     }
-    assert figures.idle == 0.35  # over all ten seconds
+    assert (figures.within["idle"], figures.within["running"]) == (0.35, 5.5)  # over all ten seconds
     assert figures.summary() == {
         "rank0": {
             "rollouts": 0,

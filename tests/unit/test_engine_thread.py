@@ -20,7 +20,12 @@ class CountingEngine:
         self.cancelled: list[int] = []
         self.steps = threading.Semaphore(0)
         self.num_entered = 0
+        self.num_slots = 64  # that it says it has
         self.closed = False
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self.running), self.num_slots)
 
     @property
     def recomputes(self) -> bool:
@@ -195,6 +200,23 @@ def test_a_prompt_that_does_not_fit_fails_its_episode_and_not_the_engine() -> No
 
     completion, _, _ = _play(script)
     assert len(completion.token_ids) == 3
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_seconds_in_slots_are_counted_for_each_sequence_and_those_of_waiting_for_each_request(num_slots: int) -> None:
+    async def script(thread: EngineThread, engine: CountingEngine) -> None:
+        engine.num_slots = num_slots
+        both = [asyncio.create_task(thread.generate(np.ones(1), Sampling(max_tokens=limit))) for limit in (4, 5)]
+        engine.steps.release(1)
+        while engine.num_entered < 2 or len(engine.running) < 2:
+            await asyncio.sleep(0)
+        engine.steps.release(100)
+        await asyncio.gather(*both)
+
+    _, thread, _ = _play(script)
+    stats = thread.stats
+    assert stats.busy_s < stats.slot_s + stats.waiting_s < 2 * stats.busy_s
+    assert (stats.waiting_s > 0) == (num_slots == 1)
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2])

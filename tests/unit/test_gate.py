@@ -192,6 +192,33 @@ def test_the_ship_gate_counts_concurrency_and_queue_only():
     assert gate.capacity() == 8
 
 
+def test_a_closed_gate_knows_for_how_long_c_alone_said_no_and_for_how_long_the_bound():
+    """C = 8, bound 24: 8 run until 3 s, 8 until 5 s, 8 until 9 s; version 1 comes at 15 s, the end at 20 s."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        gate, policy = make(max_concurrent=8, clock=loop.time)
+        for at in (3.0, 5.0, 9.0, 18.0):
+            loop.call_at(at, lambda: gate.settle(accepted=8))
+        loop.call_at(15.0, lambda: (gate.consume(), policy.advance(1)))
+        for _ in range(3):
+            assert await gate.wait(8)
+            gate.admit(8)
+        seen = {}
+        for at in (8.0, 14.0, 17.0):
+            loop.call_at(at, lambda at=at: seen.update({at: tuple(gate.closed_s().values())}))
+        loop.call_at(20.0, gate.close)
+        assert await gate.wait(8)  # at 15 s
+        gate.admit(8)
+        assert not await gate.wait(8)
+        return seen, gate.closed_s()
+
+    seen, closed_s = run_virtual(main())
+    # concurrency: 0 to 3 and 3 to 5 s; then all 24 are under way, and 8 of them run until 9 s
+    assert seen == {8.0: (5.0, 3.0), 14.0: (5.0, 9.0), 17.0: (5.0, 12.0)}
+    assert closed_s == {"concurrency": 5.0, "bound": 15.0}
+
+
 def test_a_ship_gate_that_could_never_fill_a_batch_is_refused():
     with pytest.raises(ValueError, match=r"queue_size \+ max_concurrent = 7 is below batch_size = 8"):
         make(mode="ship", max_concurrent=4, queue_size=3)

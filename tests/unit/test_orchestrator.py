@@ -21,7 +21,7 @@ from tests import fakes
 ENGINE, TRAINER, MEMBER = 0, 1, 2
 STEP = {"wait_s": 0.0, "step_s": 1.0, "hold_s": 0.0, "grad_norm": 1.0, "learning_rate": 1.0}
 STEP |= {"tokens": 8, "tokens_per_s": 8.0}
-COUNTERS = ("busy_s", "running", "waiting", "kv_used", "version", "swaps", "pause_s", "recompute_s")
+COUNTERS = ("busy_s", "slot_s", "waiting_s", "kv_used", "version", "swaps", "pause_s", "recompute_s")
 
 
 class Ranks:
@@ -75,7 +75,8 @@ class Ranks:
             recorder=self,
             report=Report(
                 steps=steps,
-                max_staleness=2,
+                knobs=fakes.knobs(),
+                slots=4,
                 bound=config.age_bound,
                 decode=lambda token_ids: "",
                 say=lambda line: self._changed.set(),

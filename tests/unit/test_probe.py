@@ -6,6 +6,7 @@ import pytest
 from spmd_rl.bounds import age_bound
 from spmd_rl.orchestrator.probe import compare_probe
 from spmd_rl.orchestrator.report import Report
+from tests import fakes
 
 TRAINER = np.array([0.0, -1.0, -2.0, -3.0], np.float32)
 
@@ -39,7 +40,7 @@ def test_in_float32_an_engine_with_other_weights_is_named(difference, said):
 def test_elsewhere_a_large_mismatch_is_warned_of_and_told_again_only_when_it_grows():
     bound = age_bound(gate="admission", order="admission", max_staleness=1, batch_size=4, group_size=1)
     said: list[str] = []
-    report = Report(steps=9, max_staleness=1, bound=bound, decode=lambda ids: "", say=said.append)
+    report = Report(steps=9, knobs=fakes.knobs(), slots=4, bound=bound, decode=lambda ids: "", say=said.append)
     for version, kl in enumerate((0.009, 0.011, 0.010, 0.012, math.nan)):
         report.probed(version, {"probe/kl": kl})
     report.probed(9, {"probe/missed": 1})

@@ -10,13 +10,15 @@ from spmd_rl.orchestrator.report import Report, batch_metrics
 from spmd_rl.types import Batch
 from tests import fakes
 
-OF_A_PROCESS = {"trainer_idle", "steps_per_minute", "wall_s", "resumed_at"}
+OF_A_PROCESS = {"trainer_idle", "signals", "steps_per_minute", "wall_s", "resumed_at"}
+OPEN = {"concurrency": 0.0, "bound": 0.0}  # for how long the gate was closed
 AGES = [0, 0, 2, 0, 1, 0, 1, 0]  # of the batch that makes version 1, 2, …
 
 
 def report() -> Report:
     bound = Bound(age=2, line="", cap=None)
-    return Report(steps=8, max_staleness=2, bound=bound, decode=str, say=lambda line: None, clock=lambda: 0.0)
+    knobs = fakes.knobs(batch_size=2)
+    return Report(steps=8, knobs=knobs, slots=4, bound=bound, decode=str, say=lambda line: None, clock=lambda: 0.0)
 
 
 def step(version: int) -> dict[str, object]:
@@ -25,9 +27,9 @@ def step(version: int) -> dict[str, object]:
     for rollout in rollouts:
         rollout.finished_version = index
     batch = Batch(index=index, rollouts=rollouts, advantages=np.ones(2, np.float32))
-    values = batch_metrics(batch, given_up={}, usable=lambda _: True)
+    values = batch_metrics(batch, given_up={"filtered": [], "dropped": []}, usable=lambda _: True)
     values |= {"reward": version / 8, "trainer/wait_s": float(version), "trainer/step_s": 1.0}
-    values |= {"trainer/tokens": 3, "trainer/tokens_per_s": 3.0, "time/parked_s": 0.25}
+    values |= {"trainer/tokens": 3, "trainer/tokens_per_s": 3.0, "time/parked_s": 0.25, "time/held_back_s": 0.0}
     return values
 
 
@@ -54,7 +56,7 @@ def test_a_resume_goes_on_from_what_was_recorded_and_its_times_are_its_own():
     resumed = report()
     resumed.restore(json.loads(json.dumps(lines)))
     train(resumed, [], range(6, 9))
-    expected, summary = whole.summary("done", {}, {}), resumed.summary("done", {}, {})
+    expected, summary = (of.summary("done", {}, {}, OPEN) for of in (whole, resumed))
     assert {n: v for n, v in summary.items() if n not in OF_A_PROCESS} == {
         n: v for n, v in expected.items() if n not in OF_A_PROCESS
     }

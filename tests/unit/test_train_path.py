@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ class Run:
         num_tasks=None,
         cursor=0,
         seed=0,
+        clock=time.monotonic,
     ):
         coin = random.Random(f"{seed} {version}")
         stream = fakes.tasks(num_tasks)
@@ -76,7 +78,12 @@ class Run:
         )
         self.ledger = Ledger()
         self.path = TrainPath(
-            dispatcher=self.dispatcher, sink=self.sink, gate=self.gate, policy=self.policy, ledger=self.ledger
+            dispatcher=self.dispatcher,
+            sink=self.sink,
+            gate=self.gate,
+            policy=self.policy,
+            ledger=self.ledger,
+            clock=clock,
         )
         self.inference.ended = self.ended
         self.trained: list = []  # rollouts, in order
@@ -276,6 +283,22 @@ def test_the_depth_counts_finished_groups_in_formed_batches_but_the_one_that_is_
         assert depths == {1.0: 0, 3.0: 4, 11.0: 2, 13.0: 4}  # groups of 4
 
     run_virtual(main())
+
+
+def test_a_batch_that_waits_for_a_slow_rollout_knows_how_long_a_batch_of_others_lay_there():
+    """Ticket 0 takes 50 s, the others 2 s: from 2 s on 20 finished ones lie there, more than a batch."""
+
+    async def main(order: str) -> float:
+        run = Run(order=order, clock=asyncio.get_running_loop().time)
+        run.inference.seconds = lambda ticket: 50.0 if ticket == 0 else 2.0
+        running = [asyncio.create_task(part) for part in (run.dispatcher.run(), run.path.collect())]
+        await run.path.form(0)
+        for task in running:
+            task.cancel()
+        return run.path.held_back_s
+
+    assert run_virtual(main("admission")) == 48.0
+    assert run_virtual(main("completion")) == 0.0
 
 
 def test_slots_that_lie_ready_are_not_used():
