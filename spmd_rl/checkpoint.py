@@ -70,6 +70,14 @@ def load_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessG
         dcp.load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
 
 
+def sums(folder: Path, index: int) -> dict[str, list[int]]:
+    """Size and CRC-32 by name of what the trainer rank at `index` in its group has written: read where it was written.
+
+    Example: {"__0_0.distcp": [4429746, 3018364512]}
+    """
+    return {path.name: [path.stat().st_size, crc] for path, crc in _sums(sorted(folder.glob(f"__{index}_*")))}
+
+
 class _Reader(dcp.FileSystemReader):
     """Reads the pickled table of contents that torch writes, but lets it name nothing except what describes tensors."""
 
@@ -135,12 +143,17 @@ def aside(checkpoints: Path, version: int) -> Path:
     return checkpoints / f"step_{version}.tmp"
 
 
-def complete(checkpoints: Path, version: int) -> Path:
-    """Mark and rename: from here on the checkpoint exists."""
+def complete(checkpoints: Path, version: int, known: Mapping[str, list[int]]) -> Path:
+    """Mark and rename: from here on the checkpoint exists.  `known` are the trainers' `sums`; the rest is read here."""
     folder = aside(checkpoints, version)
     if not (folder / "trainer/.metadata").exists():
         raise FileNotFoundError(f"{folder}: the trainers' half is missing")
-    files = {str(path.relative_to(folder)): [path.stat().st_size, crc] for path, crc in _sums(_files(folder))}
+    files = {f"trainer/{name}": entry for name, entry in known.items()}
+    for name, (size, _) in files.items():
+        if (there := (folder / name).stat().st_size) != size:
+            raise RuntimeError(f"{folder / name}: {there} bytes, its trainer wrote {size}")
+    rest = [path for path in _files(folder) if str(path.relative_to(folder)) not in files]
+    files |= {str(path.relative_to(folder)): [path.stat().st_size, crc] for path, crc in _sums(rest)}
     sync(folder / "trainer")
     sync(folder)
     write_whole(folder / MARKER, json.dumps({"schema": SCHEMA, "version": version, "files": files}, indent=1))

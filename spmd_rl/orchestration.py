@@ -11,6 +11,7 @@ import gc
 import json
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -128,7 +129,7 @@ async def run_orchestrator(
         recorder=recorder,
         report=report,
         decode=tokenizer.decode,
-        complete_checkpoint=lambda at, words, rollouts: _complete(run_dir, config, at, words, rollouts),
+        complete_checkpoint=partial(_complete, run_dir, config),
         version=version,
         exact=config.model.dtype != "bfloat16" and all(place.name == "cpu" for place in world.places),
     )
@@ -163,7 +164,7 @@ async def run_orchestrator(
                 )
                 orchestrator.loaded(rank, words["version"], loaded)
             case Kind.SAVED:
-                orchestrator.saved(rank, words["version"], final=words["final"])
+                orchestrator.saved(rank, words["version"], words["files"], final=words["final"])
             case Kind.PINNED:
                 orchestrator.pin.answered(words["number"], rank, words["version"], words["held_s"])
             case Kind.STATS:
@@ -230,11 +231,16 @@ def _layout(world: World, config: Config) -> str:
 
 
 def _complete(
-    run_dir: RunDir, config: Config, version: int, words: Mapping[str, object], rollouts: list[Rollout]
+    run_dir: RunDir,
+    config: Config,
+    version: int,
+    words: Mapping[str, object],
+    rollouts: list[Rollout],
+    files: Mapping[str, list[int]],
 ) -> Path:
     """In a worker thread: add rank 0's half to the trainers', and make the checkpoint exist."""
     words = {**words, "model": model_config(config)}
     checkpoint.save_orchestrator(words, rollouts, checkpoint.aside(run_dir.checkpoints, version))
-    folder = checkpoint.complete(run_dir.checkpoints, version)
+    folder = checkpoint.complete(run_dir.checkpoints, version, files)
     checkpoint.remove_old(run_dir.checkpoints, config.checkpoint.keep_last)
     return folder

@@ -79,7 +79,7 @@ class TrainerRank:
             self._save(final=True)
             self._saved()
         else:
-            self._reply(Kind.SAVED, final=True)
+            self._reply(Kind.SAVED, final=True, files={})
         if self._sender:
             self._sender.close()
 
@@ -117,19 +117,22 @@ class TrainerRank:
         folder = checkpoint.aside(self._run_dir.checkpoints, self.version) / "trainer"
         self._written.clear()
         saving = checkpoint.save_trainer(self._trainer.state_dict(), folder, self._world.ckpt)
-        saving.add_done_callback(partial(self._tell_saved, {"version": self.version, "final": final}))
+        saving.add_done_callback(partial(self._tell_saved, {"version": self.version, "final": final}, folder))
 
     def _saved(self) -> None:
         """Wait for the newest checkpoint: there is one at a time."""
         self._live.progress("writing a checkpoint")
         self._written.wait()
 
-    def _tell_saved(self, words: dict[str, int | bool], saving: Future[None]) -> None:
-        """On the thread that wrote it."""
-        if error := saving.exception():
+    def _tell_saved(self, words: dict[str, int | bool], folder: Path, saving: Future[None]) -> None:
+        """On the thread that wrote it; what is raised here nobody would hear of."""
+        try:
+            saving.result()
+            files = checkpoint.sums(folder, self._world.trainer_ranks.index(self._world.rank))
+        except BaseException as error:
             self._live.failed(disk.blamed(error, self._run_dir.checkpoints))
             return
-        self._outbox.put(Message(Kind.SAVED, words))
+        self._outbox.put(Message(Kind.SAVED, {**words, "files": files}))
         self._written.set()
 
     def _reply(self, kind: Kind, **words: object) -> None:

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import time
+from collections import ChainMap
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ from spmd_rl.types import GroupWork, Rollout, Task
 
 RECORDER = -1  # beside the trainers' ranks: a checkpoint is complete once its step is in the metrics
 CANCELLED = "cancelled"  # the error of a rollout that was given up on purpose
+
+Files = Mapping[str, list[int]]  # size and CRC-32 by name, of what a trainer rank wrote
 
 
 class Recorder(Protocol):
@@ -110,7 +113,7 @@ class Orchestrator:
         recorder: Recorder,
         report: Report,
         decode: Callable[[np.ndarray], str],
-        complete_checkpoint: Callable[[int, Mapping[str, object], list[Rollout]], Path],  # in a worker thread
+        complete_checkpoint: Callable[[int, Mapping[str, object], list[Rollout], Files], Path],  # in a worker thread
         version: int = 0,  # that the trainers start with
         exact: bool = False,  # engines and trainers compute the same to rounding, see probe.py
         clock: Callable[[], float] = time.monotonic,
@@ -197,8 +200,8 @@ class Orchestrator:
         self._steps: RollCall[dict[str, float]] = RollCall("step to version", links.trainers)
         self._sends: RollCall[Sent] = RollCall("weights sent", links.senders)
         self._loads: RollCall[Loaded] = RollCall("weights", links.holders)
-        self._saves: RollCall[None] = RollCall("checkpoint", (RECORDER, *links.trainers))
-        self._final_saves: RollCall[None] = RollCall("final checkpoint", links.trainers)
+        self._saves: RollCall[Files] = RollCall("checkpoint", (RECORDER, *links.trainers))
+        self._final_saves: RollCall[Files] = RollCall("final checkpoint", links.trainers)
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
         self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
         self._failures = FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
@@ -262,8 +265,8 @@ class Orchestrator:
     def loaded(self, rank: int, version: int, loaded: Loaded) -> None:
         self._loads.answer(version, rank, loaded)
 
-    def saved(self, rank: int, version: int, *, final: bool) -> None:
-        (self._final_saves if final else self._saves).answer(version, rank, None)
+    def saved(self, rank: int, version: int, files: Files, *, final: bool) -> None:
+        (self._final_saves if final else self._saves).answer(version, rank, files)
 
     def counted(self, rank: int, number: int, stats: dict[str, float]) -> None:
         self._stats.answer(number, rank, stats)
@@ -368,10 +371,10 @@ class Orchestrator:
         version = self.policy.version
         save = version != self._saved_version
         self._links.finish_training(export, save)
-        await self._final_saves.all(version)
+        files = await self._final_saves.all(version)
         if save:
             words, rollouts = self._snapshot()
-            await self._complete(version, {**words, "exported": export}, rollouts)
+            await self._complete(version, {**words, "exported": export}, rollouts, files)
 
     # ---- batches
 
@@ -460,7 +463,7 @@ class Orchestrator:
         self._recorder.write("step", version, values)
         if version in self._save_at:
             self._save_at.discard(version)
-            self._saves.answer(version, RECORDER, None)
+            self._saves.answer(version, RECORDER, {})
         self._report.step(version, values)
 
     # ---- engines
@@ -631,11 +634,12 @@ class Orchestrator:
 
     async def _checkpoint(self, version: int, words: dict[str, object], rollouts: list[Rollout]) -> None:
         """Waits for the trainers' half and for the step to be recorded, then adds this one."""
-        await self._saves.all(version)
-        await self._complete(version, words, rollouts)
+        await self._complete(version, words, rollouts, await self._saves.all(version))
 
-    async def _complete(self, version: int, words: Mapping[str, object], rollouts: list[Rollout]) -> None:
-        await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts)
+    async def _complete(
+        self, version: int, words: Mapping[str, object], rollouts: list[Rollout], files: Sequence[Files]
+    ) -> None:
+        await asyncio.to_thread(self._complete_checkpoint, version, words, rollouts, dict(ChainMap(*files)))
         self._saved_version = max(self._saved_version, version)
 
     def _write(self, job: Coroutine[None, None, None]) -> asyncio.Task[None]:

@@ -110,7 +110,7 @@ def test_other_weights_than_those_saved_are_not_resumed_from(tmp_path):
     (checkpoints / "step_3").rename(mixed)
     shutil.rmtree(mixed / "trainer")
     (checkpoints / "step_6" / "trainer").rename(mixed / "trainer")
-    checkpoint.complete(checkpoints, 3)
+    checkpoint.complete(checkpoints, 3, {})
     shutil.rmtree(checkpoints / "step_6")
     with LiveJob(tmp_path / "run", "run.steps=6", "eval.every=-1") as job:
         assert job.wait() == 1

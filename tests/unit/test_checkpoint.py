@@ -43,7 +43,7 @@ def save(checkpoints: Path, version: int, value: float = 1.0) -> Path:
     folder = checkpoint.aside(checkpoints, version)
     checkpoint.save_trainer(trainer_state(value), folder / "trainer", None).result()
     checkpoint.save_orchestrator(STATE, rollouts(), folder)
-    return checkpoint.complete(checkpoints, version)
+    return checkpoint.complete(checkpoints, version, {})
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def killed_while_saving(saved: Path, folder: Path, version: int, die_at: int) ->
 
     def act() -> None:
         checkpoint.save_orchestrator({**STATE, "new": True}, rollouts(), aside)
-        checkpoint.complete(folder, version)
+        checkpoint.complete(folder, version, {})
         checkpoint.remove_old(folder, 1)
 
     return in_child(act, die_at)
@@ -210,10 +210,28 @@ def test_other_schemas_and_renamed_folders_are_refused(saved, tmp_path):
         checkpoint.verify(tmp_path / "step_9")
 
 
+def test_what_the_trainers_summed_up_is_not_read_again_but_is_what_a_resume_looks_for(saved, tmp_path):
+    marker = json.loads((saved / "COMPLETE").read_text())
+    known = checkpoint.sums(saved / "trainer", 0)
+    assert known == {name: marker["files"][f"trainer/{name}"] for name in ("__0_0.distcp",)}
+
+    def complete(size: int, crc: int) -> Path:
+        shutil.copytree(saved, checkpoint.aside(tmp_path, 2))
+        (checkpoint.aside(tmp_path, 2) / "COMPLETE").unlink()
+        return checkpoint.complete(tmp_path, 2, {"__0_0.distcp": [size, crc]})
+
+    ((size, crc),) = known.values()
+    assert json.loads((complete(size, crc) / "COMPLETE").read_text()) == marker
+    with pytest.raises(ValueError, match=r"__0_0\.distcp: its CRC-32 is not that of what was written"):
+        checkpoint.verify(complete(size, crc + 1))
+    with pytest.raises(RuntimeError, match=rf"__0_0\.distcp: {size} bytes, its trainer wrote {size + 1}"):
+        complete(size + 1, crc)
+
+
 def test_without_the_trainers_half_nothing_is_made_complete(tmp_path):
     checkpoint.save_orchestrator(STATE, rollouts(), checkpoint.aside(tmp_path, 2))
     with pytest.raises(FileNotFoundError, match="the trainers' half is missing"):
-        checkpoint.complete(tmp_path, 2)
+        checkpoint.complete(tmp_path, 2, {})
     assert checkpoint.newest(tmp_path) is None
 
 
@@ -223,7 +241,7 @@ def test_a_save_that_failed_is_told_as_a_failure_and_never_as_saved(tmp_path):
     run_dir, error = SimpleNamespace(checkpoints=tmp_path), OSError("the cable is out")
     rank = SimpleNamespace(_live=live, _outbox=outbox, _written=threading.Event(), _run_dir=run_dir)
     saving.set_exception(error)
-    TrainerRank._tell_saved(rank, {"version": 2, "final": False}, saving)
+    TrainerRank._tell_saved(rank, {"version": 2, "final": False}, tmp_path, saving)
     assert (failures, sent, rank._written.is_set()) == ([error], [], False)
 
 

@@ -154,7 +154,7 @@ class Ranks:
         self.version = version
         self._publish()
         if save:
-            self.orchestrator.saved(TRAINER, version, final=False)
+            self.orchestrator.saved(TRAINER, version, {"__0_0.distcp": [1, version]}, final=False)
 
     def _publish(self) -> None:
         sent = Sent(checksums=(1, 2), sent_bytes=1, send_s=0.0, update_norm=1.0)
@@ -165,8 +165,9 @@ class Ranks:
             self.orchestrator.scored(TRAINER, self.version, np.array([0.0, -1.0, -2.0], np.float32))
             self.orchestrator.scored(ENGINE, self.version, np.array(self.engine_scores(self.version), np.float32))
 
-    def _complete(self, version, words, rollouts) -> None:
+    def _complete(self, version, words, rollouts, files) -> None:
         self.may_write.wait()
+        assert files == {"__0_0.distcp": [1, version]}
         self.saved.append((version, list(self.lines)))
         self.state = (json.loads(json.dumps(words)), rollouts)
 
@@ -178,7 +179,9 @@ class Ranks:
 
     def _finish(self, export, save) -> None:
         self.exported, self.trainers_saved = export, save
-        self._soon(lambda: self.orchestrator.saved(TRAINER, self.version, final=True))
+        self._soon(
+            lambda: self.orchestrator.saved(TRAINER, self.version, {"__0_0.distcp": [1, self.version]}, final=True)
+        )
 
 
 def test_every_step_and_every_evaluation_is_recorded_once(tmp_path):

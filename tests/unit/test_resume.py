@@ -87,7 +87,7 @@ def save(run_dir: RunDir, version: int = 2, *, exported: bool = True) -> Path:
     checkpoint.save_trainer({"w": torch.zeros(2)}, folder / "trainer", None).result()
     words, rollouts = state(version)
     checkpoint.save_orchestrator({**words, "exported": exported}, rollouts, folder)
-    return checkpoint.complete(run_dir.checkpoints, version)
+    return checkpoint.complete(run_dir.checkpoints, version, {})
 
 
 @pytest.fixture
