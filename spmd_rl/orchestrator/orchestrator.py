@@ -446,7 +446,6 @@ class Orchestrator:
             "admission/bound": (staleness.max_staleness + 1) * batch_size,
             "age/max_staleness": staleness.max_staleness,
             "age/bound": self._config.age_bound.age,
-            "queue/out_depth": self.path.out_depth,
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
             **self._report.engines.rates("step"),
@@ -475,7 +474,7 @@ class Orchestrator:
             return None
         metrics = await self._steps.all(version)
         self._stepped_at = self._clock()
-        self._values[version] |= metrics[0]
+        self._values[version] |= metrics[0] | {"queue/out_depth": self.path.out_depth}
         for name in ("trainer/wait_s", "trainer/step_s", "trainer/hold_s"):
             self._values[version][name] = float(np.mean([m[name] for m in metrics]))
         return version

@@ -57,6 +57,20 @@ def test_the_interval_tells_the_lag_of_now_and_the_age_of_the_step_and_of_the_ve
     asyncio.run(main())
 
 
+def test_the_depth_is_what_waits_when_a_step_ends_though_it_be_shipped_or_formed(tmp_path):
+    """S = 2: three batches of two groups are there at once; of the last batch nothing is left to wait."""
+
+    async def main():
+        ranks = SlowRanks(tmp_path)
+        ranks.holds = False
+        async with ranks.running() as task:
+            assert await task == "done"
+        assert ranks.values["step", 1]["queue/out_depth"] == 4
+        assert ranks.values["step", 3]["queue/out_depth"] == 0
+
+    asyncio.run(main())
+
+
 def test_weights_that_wait_for_what_runs_are_late_from_their_announcement_on(tmp_path):
     async def main():
         ranks = SlowRanks(tmp_path, staleness={"on_update": "drain", "max_staleness": 1})
