@@ -1,8 +1,8 @@
 """What a person sees: a line a step, a table at the end, a summary on disk.
 
 Given the numbers of each step and the engines' figures.  What it counts is of the whole run, resumes included, what it
-times of this process.  Idle shares leave out filling and emptying the pipeline: the
-trainer's run from its first batch on, the engines' from the first admission until the last batch was formed.
+times of this process.  Idle shares leave out filling and emptying the pipeline: the trainer's run from its first batch
+on, the engines' from the first admission until the last batch was formed.
 Knows nothing of queues or ranks.
 """
 
