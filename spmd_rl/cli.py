@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,10 +51,16 @@ def main(argv: Sequence[str]) -> int:
         return refuse(error)
 
 
-def refuse(error: ValueError) -> int:
-    """Say once per job what is wrong with what the user wrote."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+def refuse(error: ValueError, wait_s: float = 30.0) -> int:
+    """Say once per job what is wrong with what the user wrote.
+
+    That is for rank 0 to say.  torchrun ends all ranks when the first has ended, so the others wait to be ended, and
+    speak for themselves only if rank 0 found nothing wrong.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        threading.Event().wait(wait_s)
+    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,19 @@ def test_resume_may_stand_anywhere(args: tuple[str, ...], resume: str) -> None:
     end, out, _ = _cli("check", *args)
     assert end["code"] == 0
     assert f'resume = "{resume}"' in out and 'dir = "x"' in out
+
+
+def test_what_only_another_rank_finds_wrong_is_said_by_that_rank() -> None:
+    code = "from spmd_rl.cli import refuse; print(refuse(ValueError('no such file'), wait_s=0.0))"
+    environment = {**os.environ, "RANK": "3"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.stdout, done.stderr) == ("2\n", "error on rank 3: no such file\n")
+
+
+def test_other_ranks_leave_it_to_rank_0_to_say_what_is_wrong_with_the_config() -> None:
+    command = [sys.executable, "-m", "spmd_rl", "nowhere.toml"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"RANK": "1"}) as rank:
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(3.0)
+        rank.terminate()  # as torchrun does once rank 0 has ended
+        assert rank.stderr.read() == ""
