@@ -21,9 +21,10 @@ from spmd_rl.config import Config
 from spmd_rl.inference import InferenceRank, work_message
 from spmd_rl.liveness import Liveness
 from spmd_rl.model import hidden_size
-from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator, Sent
+from spmd_rl.orchestrator.orchestrator import Links, Orchestrator
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.verdict import Knobs
+from spmd_rl.orchestrator.weight_exchange import Loaded, Sent, WeightExchange
 from spmd_rl.packing import Packed
 from spmd_rl.plot import plot_run
 from spmd_rl.recorder import Recorder
@@ -94,13 +95,9 @@ async def run_orchestrator(
 
     links = Links(
         engines=world.topology.engine_leaders,
-        holders=world.engine_ranks,
         trainers=world.trainer_ranks,
         work=lambda rank, work: send(rank, work_message(work)),
         cancel=cancel,
-        senders=world.trainer_ranks[:1] if config.weights.mode == "disk" else world.sender_ranks,
-        layout=_layout(world, config),
-        swap=lambda version, sums: to_all(world.engine_ranks, Kind.SWAP, version=version, checksums=sums),
         stats=lambda number: to_all(world.topology.engine_leaders, Kind.STATS, number=number),
         pin=lambda number, upto: to_all(world.topology.engine_leaders, Kind.PIN, number=number, upto=upto),
         batch=ship,
@@ -115,6 +112,16 @@ async def run_orchestrator(
         decode=tokenizer.decode,
         say=lambda line: print(line, flush=True),
     )
+    by_disk = config.weights.mode == "disk"
+    weights = WeightExchange(
+        senders=world.trainer_ranks[:1] if by_disk else world.sender_ranks,
+        holders=world.engine_ranks,
+        engines=links.engines,
+        layout=_layout(world, config),
+        by_disk=by_disk,
+        swap=lambda version, sums: to_all(world.engine_ranks, Kind.SWAP, version=version, checksums=sums),
+        say=report.say,
+    )
     if restored:
         report.restore(map(json.loads, run_dir.metrics.read_text("utf-8").splitlines()))
     since = version + 1 if restored else 0
@@ -126,6 +133,7 @@ async def run_orchestrator(
         difficulty=tasks.difficulty,
         eval_tasks=tasks.eval,
         links=links,
+        weights=weights,
         recorder=recorder,
         report=report,
         decode=tokenizer.decode,
@@ -157,12 +165,12 @@ async def run_orchestrator(
             case Kind.SENT:
                 names = ("sent_bytes", "send_s", "update_norm")
                 sent = Sent(checksums=tuple(words["checksums"]), **{name: words[name] for name in names})
-                orchestrator.sent(rank, words["version"], sent)
+                weights.sent(rank, words["version"], sent)
             case Kind.LOADED:
                 loaded = Loaded(
                     checksums=tuple(words["checksums"]), receive_s=words["receive_s"], pause_s=words["pause_s"]
                 )
-                orchestrator.loaded(rank, words["version"], loaded)
+                weights.loaded(rank, words["version"], loaded)
             case Kind.SAVED:
                 orchestrator.saved(rank, words["version"], words["files"], final=words["final"])
             case Kind.PINNED:

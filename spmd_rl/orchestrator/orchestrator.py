@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import time
 from collections import ChainMap
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -42,6 +41,7 @@ from spmd_rl.orchestrator.ship_hold import ShipHold
 from spmd_rl.orchestrator.train_path import TrainPath
 from spmd_rl.orchestrator.train_sink import TrainSink, zero_spread
 from spmd_rl.orchestrator.version_pin import VersionPin
+from spmd_rl.orchestrator.weight_exchange import WeightExchange, assert_moved
 from spmd_rl.orchestrator.weight_watcher import WeightWatcher
 from spmd_rl.packing import Packed
 from spmd_rl.policy import Policy
@@ -64,38 +64,14 @@ class Links:
     """What the orchestrator may ask of other ranks; none of these waits."""
 
     engines: tuple[int, ...]  # ranks that lead an engine
-    holders: tuple[int, ...]  # ranks that hold weights of an engine, leaders and members
     trainers: tuple[int, ...]
     work: Callable[[int, GroupWork], None]  # start a group on an engine's rank
     cancel: Callable[[int, GroupWork], None]
-    senders: tuple[int, ...]  # trainer ranks that send weights
-    layout: str  # of weights on the wire: under equal ones equal checksums mean equal weights; "": never
-    swap: Callable[[int, Sequence[int]], None]  # have engines that wait for the word take this version, of these
-    # checksums (none where they come with the weights)
     stats: Callable[[int], None]  # have every engine answer with its counters, under this number
     pin: Callable[[int, int | None], None]  # (number, version): hold swaps above it; None: swap again
     batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
     probe: Callable[[list[np.ndarray]], None]  # sequences that engines and trainers score from now on
     finish_training: Callable[[bool, bool], None]  # (export, save): the model, a checkpoint, and end
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """A trainer rank has sent its part of a version."""
-
-    checksums: tuple[int, ...]
-    sent_bytes: int
-    send_s: float
-    update_norm: float  # of its part of the change, as the engines see it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """An engine's rank has swapped to a version."""
-
-    checksums: tuple[int, ...]
-    receive_s: float
-    pause_s: float  # the engine stood still
 
 
 class Orchestrator:
@@ -110,6 +86,7 @@ class Orchestrator:
         difficulty: Difficulty,  # of these tasks
         eval_tasks: Mapping[str, Sequence[Task]],
         links: Links,
+        weights: WeightExchange,
         recorder: Recorder,
         report: Report,
         decode: Callable[[np.ndarray], str],
@@ -120,7 +97,7 @@ class Orchestrator:
     ) -> None:
         rollout, staleness, trainer = config.rollout, config.staleness, config.trainer
         self._config, self._run_dir, self._tasks, self._links = config, run_dir, tasks, links
-        self._difficulty = difficulty
+        self._difficulty, self.weights = difficulty, weights
         self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
         self._complete_checkpoint, self._exact = complete_checkpoint, exact
         self._first_version, self._last_version = version, config.run.steps
@@ -198,16 +175,12 @@ class Orchestrator:
         )
 
         self._steps: RollCall[dict[str, float]] = RollCall("step to version", links.trainers)
-        self._sends: RollCall[Sent] = RollCall("weights sent", links.senders)
-        self._loads: RollCall[Loaded] = RollCall("weights", links.holders)
         self._saves: RollCall[Files] = RollCall("checkpoint", (RECORDER, *links.trainers))
         self._final_saves: RollCall[Files] = RollCall("final checkpoint", links.trainers)
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
         self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
         self._failures = FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
-        self._weights: dict[str, object] = {}  # that all engines took last: layout and checksums
-        self._saved_weights: Mapping[str, object] | None = None  # those of the checkpoint resumed
         self._last_shipped = version - 1
         self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
         self._admitted_until = {version: 0}  # rollouts admitted before a version was live
@@ -236,7 +209,7 @@ class Orchestrator:
         self._difficulty.restore(words.get("difficulty", ()))
         self.ledger.close_tokens()
         self._admitted_until = {self._first_version: self.ledger.admitted}
-        self._saved_weights = words.get("weights")
+        self.weights.restore(words.get("weights"))
 
     def stop(self) -> None:
         """End early, with a checkpoint of what there is, within shutdown_s."""
@@ -259,12 +232,6 @@ class Orchestrator:
     def stepped(self, rank: int, version: int, metrics: dict[str, float]) -> None:
         self._steps.answer(version, rank, metrics)
 
-    def sent(self, rank: int, version: int, sent: Sent) -> None:
-        self._sends.answer(version, rank, sent)
-
-    def loaded(self, rank: int, version: int, loaded: Loaded) -> None:
-        self._loads.answer(version, rank, loaded)
-
     def saved(self, rank: int, version: int, files: Files, *, final: bool) -> None:
         (self._final_saves if final else self._saves).answer(version, rank, files)
 
@@ -278,10 +245,8 @@ class Orchestrator:
 
     async def run(self) -> str:
         """Until the last version is trained ("done") or `stop` ("stopped").  Raises when a promise is broken."""
-        await self._taken(self.policy.version)
+        await self.weights.take(self.policy.version)
         self._stepped_at = self._swapped_at = self._clock()
-        if self._saved_weights is not None:
-            self._assert_restored(self._saved_weights)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks_group = tasks
@@ -482,66 +447,14 @@ class Orchestrator:
     async def _reload(self, version: int) -> None:
         """Waits until every engine has verified and swapped the version."""
         start = self._clock()
-        if self._config.staleness.on_update == "drain":
+        drain = self._config.staleness.on_update == "drain"
+        if drain:
             await self.gate.idle(self._config.rollout.group_size)
-        sends, loads = await self._taken(version)
-        norm = math.hypot(*(send.update_norm for send in sends))
+        figures = await self.weights.take(version, tell=drain)
         values = self._values[version]
         gradient, rate = values["trainer/grad_norm"], values["trainer/learning_rate"]
-        if norm == 0 and gradient > 0 and rate > 0:
-            raise RuntimeError(
-                f"frozen policy: the step to version {version} had gradient norm {gradient:g} and learning rate "
-                f"{rate:g}, and no weight changed as engines hold it: raise the rate, or compute in float32"
-            )
-        values |= {
-            "weights/update_norm": norm,
-            "weights/sent_bytes": sum(send.sent_bytes for send in sends),
-            "weights/send_s": max(send.send_s for send in sends),
-            "weights/poll_to_reload_s": self._clock() - start,
-            "weights/receive_s": max(load.receive_s for load in loads),
-            "weights/pause_s": max(load.pause_s for load in loads),
-            "weights/verified_engines": len(loads),
-        }
-        if len(self._links.engines) > 1:
-            by_rank = dict(zip(self._links.holders, loads, strict=True))
-            values |= {f"engine/rank{rank}/pause_s": by_rank[rank].pause_s for rank in self._links.engines}
-
-    async def _taken(self, version: int) -> tuple[list[Sent], list[Loaded]]:
-        """Waits until all trainers have sent a version and all engines have swapped to those very bytes.
-
-        Engines are told to take it where they wait for that: by disk when it is written, with `drain` but at the start.
-        """
-        sends: list[Sent] = []
-        if self._config.weights.mode == "disk":
-            sends = await self._sends.all(version)
-            self._links.swap(version, sends[0].checksums)
-        elif self._config.staleness.on_update == "drain" and version != self._first_version:
-            self._links.swap(version, ())
-        loads = await self._loads.all(version)
-        sends = sends or await self._sends.all(version)
-        sent = tuple(itertools.chain.from_iterable(send.checksums for send in sends))
-        for rank, load in zip(self._links.holders, loads, strict=True):
-            if load.checksums != sent:
-                raise RuntimeError(
-                    f"rank {rank} does not hold the weights of version {version} that were sent: "
-                    f"{_difference(load.checksums, sent)}"
-                )
-        self._weights = {"layout": self._links.layout, "checksums": list(sent)}
-        return sends, loads
-
-    def _assert_restored(self, saved: Mapping[str, object]) -> None:
-        """What the engines hold after a resume is what they held when its checkpoint was made."""
-        if not self._links.layout:
-            return
-        if saved["layout"] != self._links.layout:
-            self._report.say(f"weights came {self._links.layout}, the checkpoint's {saved['layout']}: not compared")
-        elif saved != self._weights:
-            raise RuntimeError(
-                f"resumed engines do not hold the weights that they held at version {self.policy.version}: checksums "
-                f"{self._weights['checksums']}, the checkpoint's are {saved['checksums']}"
-            )
-        else:
-            self._report.say(f"engines hold the weights of version {self.policy.version} again, by checksum")
+        assert_moved(version, figures["weights/update_norm"], gradient=gradient, rate=rate)
+        values |= figures | {"weights/poll_to_reload_s": self._clock() - start}
 
     async def _count_engines(self) -> int:
         """Tokens that all engines have sampled.  Waits for their counters."""
@@ -625,7 +538,7 @@ class Orchestrator:
             "path": path,
             "cursor": self._tasks.cursor,
             "difficulty": self._difficulty.state(),
-            "weights": self._weights,
+            "weights": self.weights.state,
         }
         if self._adaptive is not None:
             words["admission_limit"] = self._adaptive.limit
@@ -682,14 +595,6 @@ class Orchestrator:
     def _emit_interval(self, values: dict[str, float]) -> None:
         self._recorder.write("interval", self.policy.version, values | self._report.engines.rates("interval"))
         self._later(self._audit_tokens())
-
-
-def _difference(held: Sequence[int], sent: Sequence[int]) -> str:
-    """Of checksums, where they first differ."""
-    for place, (ours, theirs) in enumerate(zip(held, sent, strict=False)):
-        if ours != theirs:
-            return f"checksum {place} of {len(sent)} is {ours:#x}, the trainers' is {theirs:#x}"
-    return f"it has {len(held)} checksums, the trainers' are {len(sent)}"
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -12,8 +12,9 @@ import pytest
 
 from spmd_rl import config as config_module
 from spmd_rl.orchestrator.difficulty import Difficulty
-from spmd_rl.orchestrator.orchestrator import Links, Loaded, Orchestrator, Sent
+from spmd_rl.orchestrator.orchestrator import Links, Orchestrator
 from spmd_rl.orchestrator.report import Report
+from spmd_rl.orchestrator.weight_exchange import Loaded, Sent, WeightExchange
 from spmd_rl.run_dir import RunDir
 from spmd_rl.task_stream import TaskStream
 from tests import fakes
@@ -51,6 +52,15 @@ class Ranks:
         config = config_module.from_tree(tree)
         self.run_dir = RunDir(folder)
         self.run_dir.create()
+        self.weights = WeightExchange(
+            senders=(TRAINER,),
+            holders=(ENGINE, MEMBER),
+            engines=(ENGINE,),
+            layout="",
+            by_disk=config.weights.mode == "disk",
+            swap=lambda version, checksums: self.told.append((version, checksums)),
+            say=lambda line: None,
+        )
         self.orchestrator = Orchestrator(
             config=config,
             run_dir=self.run_dir,
@@ -59,19 +69,16 @@ class Ranks:
             eval_tasks={"fake": list(fakes.tasks(3))},
             links=Links(
                 engines=(ENGINE,),
-                holders=(ENGINE, MEMBER),
                 trainers=(TRAINER,),
-                senders=(TRAINER,),
-                layout="",
                 work=self._work,
                 cancel=lambda rank, work: None,
-                swap=lambda version, checksums: self.told.append((version, checksums)),
                 stats=lambda number: self._soon(self._count, number),
                 pin=lambda number, upto: self._soon(self.orchestrator.pin.answered, number, ENGINE, self.version, 0.0),
                 batch=lambda index, packed, save: self._soon(self._train, index + 1, save),
                 probe=lambda sequences: setattr(self, "probe", sequences),
                 finish_training=self._finish,
             ),
+            weights=self.weights,
             recorder=self,
             report=Report(
                 steps=steps,
@@ -158,9 +165,9 @@ class Ranks:
 
     def _publish(self) -> None:
         sent = Sent(checksums=(1, 2), sent_bytes=1, send_s=0.0, update_norm=1.0)
-        self.orchestrator.sent(TRAINER, self.version, sent)
+        self.weights.sent(TRAINER, self.version, sent)
         for rank, checksums in self.held.items():
-            self.orchestrator.loaded(rank, self.version, Loaded(checksums=checksums, receive_s=0.0, pause_s=0.0))
+            self.weights.loaded(rank, self.version, Loaded(checksums=checksums, receive_s=0.0, pause_s=0.0))
         if self.probe:
             self.orchestrator.scored(TRAINER, self.version, np.array([0.0, -1.0, -2.0], np.float32))
             self.orchestrator.scored(ENGINE, self.version, np.array(self.engine_scores(self.version), np.float32))
