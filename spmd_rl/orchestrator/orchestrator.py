@@ -3,7 +3,7 @@
     tasks → dispatcher → (engines) → train path → batch → hold → batch log → trainers → version → policy → gate
 
 Everything here runs on one event loop and waits on nothing but it; other ranks are reached through `Links`, and what
-they answer comes in by the methods under "answers".  Imports no torch.
+they answer comes in by the methods under "answers", of weights and of the pin by theirs.  Imports no torch.
 """
 
 from __future__ import annotations
