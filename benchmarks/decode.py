@@ -59,9 +59,9 @@ def now(device: torch.device) -> float:
 
 def machine(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Bytes per second of a matrix-vector product, operations per second of a matrix-matrix product."""
-    size, place = (8192 if device.type == "cuda" else 768), {"device": device, "dtype": dtype}
-    wide = 8192 if device.type == "cuda" else 4096
-    large, vector, square = (torch.randn(*shape, **place) for shape in ((8192, wide), (wide,), (size, size)))
+    width, size = (8192, 8192) if device.type == "cuda" else (4096, 768)
+    shapes = ((8192, width), (width,), (size, size))
+    large, vector, square = (torch.randn(*shape, device=device, dtype=dtype) for shape in shapes)
     vectors, squares = (lambda: large @ vector), (lambda: square @ square)
     return best_rate(vectors, large.nbytes, device), best_rate(squares, 2 * size**3, device)
 

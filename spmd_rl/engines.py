@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.distributed import ProcessGroup
 
@@ -13,7 +11,7 @@ from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
-from spmd_rl.model import build, engine_dtype, exact_dtype, kv_shape, load_config
+from spmd_rl.model import build, engine_dtype, exact_dtype, kv_token_bytes, load_config
 from spmd_rl.run_dir import RunDir
 from spmd_rl.weights.adapter import AdapterReceiver
 from spmd_rl.weights.disk import DiskReceiver
@@ -102,10 +100,10 @@ def memory_warnings(config: Config, device: torch.device, num_bytes: int) -> lis
     inference = config.inference
     if inference.engine != "native" or not num_bytes:
         return []
-    shape = kv_shape(load_config(config.model.path).get_text_config())
-    token_bytes = 2 * math.prod(shape) * engine_dtype(config.model.dtype, device).itemsize
-    slots = inference.max_slots * Cache.capacity(inference.max_seq_len)
-    needed = inference.kv_cache_mib << 20 or slots * token_bytes
+    text = load_config(config.model.path).get_text_config()
+    num_tokens = inference.max_slots * Cache.capacity(inference.max_seq_len)
+    token_bytes = kv_token_bytes(text, engine_dtype(config.model.dtype, device))
+    needed = inference.kv_cache_mib << 20 or num_tokens * token_bytes
     if needed <= num_bytes:
         return []
     return [

@@ -52,6 +52,12 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     return config.num_hidden_layers, heads, dim
 
 
+def kv_token_bytes(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
+    """Keys and values of one token, on each of the ranks that share the heads."""
+    layers, heads, dim = kv_shape(config)
+    return 2 * layers * max(1, heads // num_ranks) * dim * dtype.itemsize
+
+
 def engine_dtype(name: str, device: torch.device) -> torch.dtype:
     """What engines compute in, and so what travels to them; "auto" is bfloat16 on GPUs and float32 on the CPU."""
     if name == "auto":

@@ -43,11 +43,15 @@ def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple
         raise ValueError(
             f"cannot resume: {error} (remove {folder.name} to go on from the checkpoint before)"
         ) from error
-    evaluated = config.eval.every < 0 or run_dir.evaluation(version).exists()
-    exported = checkpoint.load_orchestrator(folder)[0].get("exported") and run_dir.model.exists()
-    if version >= config.run.steps and exported and evaluated:
+    if version >= config.run.steps and _ended(run_dir, config, version, folder):
         raise ValueError(f"{folder} is at version {version}, run.steps = {config.run.steps}: nothing is left to train")
     return version, folder
+
+
+def _ended(run_dir: RunDir, config: Config, version: int, folder: Path) -> bool:
+    """Whether this version, the last, was evaluated and exported too."""
+    evaluated = config.eval.every < 0 or run_dir.evaluation(version).exists()
+    return evaluated and run_dir.model.exists() and bool(checkpoint.load_orchestrator(folder)[0].get("exported"))
 
 
 def check_fits(folder: Path, config: Config) -> None:

@@ -8,14 +8,13 @@ Not counted is one layer of the rows of one size, of which there are two while t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
 
 from spmd_rl.engine.cache import Cache
-from spmd_rl.model import kv_shape
+from spmd_rl.model import kv_token_bytes
 
 KEPT_PROMPTS = 4096  # tokens of finished prompts that are kept for members of a group that come later
 
@@ -38,7 +37,7 @@ class KvRoom:
         max_seq_len: int,
     ) -> KvRoom:
         """ValueError if not one request of max_seq_len fits."""
-        total = num_bytes // (2 * math.prod(kv_shape(config)) * dtype.itemsize) if num_bytes else 1 << 62
+        total = num_bytes // kv_token_bytes(config, dtype) if num_bytes else 1 << 62
         kept = min(KEPT_PROMPTS, max_seq_len) if num_bytes else KEPT_PROMPTS
         rows = total - kept - max_seq_len
         if rows < (row := Cache.capacity(max_seq_len)):

@@ -25,7 +25,7 @@ from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.sampling import Uniforms, check_request, sample
 from spmd_rl.engine.step_attention import StepAttention
-from spmd_rl.engine.weights import check_update
+from spmd_rl.engine.weights import check_update, sampled_before
 from spmd_rl.logprobs import token_logprobs
 from spmd_rl.model import kv_shape
 from spmd_rl.types import Completion, Sampling
@@ -97,7 +97,7 @@ class NativeEngine:
 
     @property
     def recomputes(self) -> bool:
-        return self._recompute and any(r.versions and r.versions[-1] < self.version for r in self._running.values())
+        return self._recompute and sampled_before(self.version, (r.versions for r in self._running.values()))
 
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)

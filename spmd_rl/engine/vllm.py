@@ -31,8 +31,8 @@ from transformers import PretrainedConfig
 
 from spmd_rl.engine.default_group import as_default_group
 from spmd_rl.engine.sampling import check_request
-from spmd_rl.engine.weights import check_update
-from spmd_rl.model import kv_shape
+from spmd_rl.engine.weights import check_update, sampled_before
+from spmd_rl.model import kv_token_bytes
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import TensorSpec
 
@@ -134,7 +134,7 @@ class VllmEngine:
             max_num_seqs=max_slots + 1,  # the last one scores
             block_size=block,
             gpu_memory_utilization=0.01,  # has to be free at start (else 0.92); the next line says what is taken
-            kv_cache_memory_bytes=kv_cache_bytes or blocks * block * _token_bytes(text, dtype, group.size()),
+            kv_cache_memory_bytes=kv_cache_bytes or blocks * block * kv_token_bytes(text, dtype, group.size()),
             enforce_eager=device.type == "cpu",  # compiling costs a CPU about a minute at each start
             async_scheduling=False,  # what a step returns was computed in it
             logprobs_mode="processed_logprobs",
@@ -156,7 +156,7 @@ class VllmEngine:
 
     @property
     def recomputes(self) -> bool:
-        return self._recompute and any(r.versions and r.versions[-1] < self.version for r in self._running.values())
+        return self._recompute and sampled_before(self.version, (r.versions for r in self._running.values()))
 
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
@@ -313,9 +313,3 @@ def _common_name(group: ProcessGroup) -> str:
     number = torch.tensor([secrets.randbits(62)])
     dist.broadcast(number, group=group, group_src=0)
     return f"spmd_rl-{int(number):x}"
-
-
-def _token_bytes(text: PretrainedConfig, dtype: torch.dtype, ranks: int) -> int:
-    """Keys and values of one token on one rank."""
-    layers, heads, dim = kv_shape(text)
-    return 2 * layers * max(1, heads // ranks) * dim * dtype.itemsize

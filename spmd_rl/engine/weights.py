@@ -1,11 +1,11 @@
-"""Whether the tensors of an update are those of the engine's model.
+"""What engines of every kind ask at an update: whether its tensors fit the model, and whom it overtakes.
 
-Names are those of `named_parameters()`: a tied head arrives once, as the embedding.  Knows nothing of versions.
+Names are those of `named_parameters()`: a tied head arrives once, as the embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,3 +25,8 @@ def check_update(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec],
                 f"update of {name}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
                 f"the engine has {spec.shape} {spec.dtype} on {device}"
             )
+
+
+def sampled_before(version: int, requests: Iterable[Sequence[int]]) -> bool:
+    """Whether the newest token of a request, given by the versions of its tokens, is of an older version."""
+    return any(versions and versions[-1] < version for versions in requests)

@@ -152,7 +152,8 @@ class AdapterReceiver:
         self._specs, self._lora, self._senders = specs, lora, list(meta_groups)
         self._device, self._deliver = device, deliver
         self._frozen: dict[str, Tensor] = {}
-        self._copied, self._models = copied, list[dict[str, Tensor]]()  # by version modulo their number
+        self._copied = copied
+        self._models: list[dict[str, Tensor]] = []  # by version modulo their number
         self._make = partial(
             WeightReceiver,
             meta_groups=meta_groups,

@@ -127,9 +127,8 @@ class DiskReceiver:
         self._see(path)
         with safe_open(path, "pt") as file:
             names = sorted(file.keys())
-            tensors = {
-                name: file.get_tensor(name).to(self._device, copy=True) for name in names
-            }  # not the file's pages
+            copies = (file.get_tensor(name).to(self._device, copy=True) for name in names)  # not the file's pages
+            tensors = dict(zip(names, copies, strict=True))
         checksums = [int(tensor_checksum(tensor)) for tensor in tensors.values()]
         check_sums(sent, checksums, name=names.__getitem__, version=version, sender=self._sender, rank=self._rank)
         size = path.stat().st_size
