@@ -34,7 +34,7 @@ from spmd_rl import packing
 from spmd_rl.run_dir import sync, write_whole
 from spmd_rl.types import Rollout
 
-SCHEMA = 2
+SCHEMA = 3
 MARKER = "COMPLETE"
 NUM_READERS = 8  # files checked at a time
 _TABLE = (

@@ -1,8 +1,9 @@
 """Rows of JSONL or Parquet files as tasks: epoch after epoch, each shuffled by the seed alone.
 
-Given a file or a folder of files (in order of name) and which of our names is which column.  Promises: the same path
-and seed give the same tasks in the same order, so a number of tasks taken is an exact cursor; a task's id is the number
-of its row.  The files are read when the first task is asked for.  Parquet needs the extra `parquet`.
+Given a file or a folder of files (in order of name) and which of our names is which column.  Promises: the same rows
+and seed give the same tasks in the same order; a task's id is the number of its row; rows that are appended while a run
+is stopped join with the next epoch, so that each epoch has every row that was there when it began exactly once.
+The files are read when their tasks are asked for.  Parquet needs the extra `parquet`.
 Knows nothing of prompts, models or rewards.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from spmd_rl.types import Task
@@ -47,11 +48,14 @@ class Dataset:
 
     def _train_tasks(self, seed: int) -> Iterator[Task]:
         rows = read_rows(Path(self._path), self._fields)
-        rows = rows[: len(rows) - self._holdout]
+        rows = rows[: max(0, len(rows) - self._holdout)]
         if not rows:
             raise ValueError(f"data {self._path}: no rows are left to train on, holdout = {self._holdout}")
-        for i in shuffled(len(rows), seed=seed, max_epochs=self._max_epochs):
-            yield Task(env="", task_id=str(i), data=rows[i])
+
+        def task(number: int) -> Task:
+            return Task(env="", task_id=str(number), data=rows[number])
+
+        return Epochs(task, len(rows), seed=seed, max_epochs=self._max_epochs, holdout=self._holdout)
 
     def _eval_tasks(self) -> Iterator[Task]:
         """In the order of the files."""
@@ -63,12 +67,58 @@ class Dataset:
             yield Task(env="", task_id=f"eval {i}" if self._eval_path else str(i), data=rows[i])
 
 
-def shuffled(num: int, *, seed: int, max_epochs: int) -> Iterator[int]:
-    """The numbers below `num`, epoch after epoch, each in an order that the seed alone decides; 0 epochs: no end."""
-    for epoch in range(max_epochs) if max_epochs else itertools.count():
-        order = list(range(num))
-        random.Random(f"epoch {epoch} {seed}").shuffle(order)
-        yield from order
+class Epochs(Iterator[Task]):
+    """The tasks of rows, epoch after epoch, each in an order that the seed alone decides.
+
+    The number of rows that an epoch began with is its own: `state` holds those of all epochs that have begun, and
+    `restore` begins again with them, whatever has been appended since.
+    """
+
+    def __init__(
+        self,
+        task: Callable[[int], Task],  # of the row of this number
+        num: int,
+        *,
+        seed: int,
+        max_epochs: int,  # 0: no end
+        holdout: int = 0,  # rows after these that are never trained on
+    ) -> None:
+        self._task, self._num, self._seed, self._max_epochs, self._holdout = task, num, seed, max_epochs, holdout
+        self._begun: list[list[int]] = []  # [epochs in a row, rows of each of them]
+        self._numbers = self._shuffled([])
+
+    def __next__(self) -> Task:
+        return self._task(next(self._numbers))
+
+    def state(self) -> dict[str, object]:
+        return {"epochs": [list(run) for run in self._begun], "holdout": self._holdout}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Begin again with the epochs of `state`; ValueError where rows of theirs are missing now."""
+        epochs = [(times, num) for times, num in state["epochs"]]
+        begun, most = sum(times for times, _ in epochs), max((num for _, num in epochs), default=0)
+        if state["holdout"] != self._holdout:
+            raise ValueError(f"holdout = {self._holdout}, it was {state['holdout']}: rows would change sides")
+        if most > self._num:
+            raise ValueError(f"{self._num} rows to train on, there were {most} when the epoch under way began")
+        if 0 < self._max_epochs < begun:
+            raise ValueError(f"max_epochs = {self._max_epochs}, and epoch {begun} has begun")
+        self._begun = []
+        self._numbers = self._shuffled(epochs)
+
+    def _shuffled(self, begun: Sequence[tuple[int, int]]) -> Iterator[int]:
+        sizes = (num for times, num in begun for _ in range(times))
+        for epoch in range(self._max_epochs) if self._max_epochs else itertools.count():
+            num = next(sizes, self._num)
+            if not num:
+                break
+            if self._begun and self._begun[-1][1] == num:
+                self._begun[-1][0] += 1
+            else:
+                self._begun.append([1, num])
+            order = list(range(num))
+            random.Random(f"epoch {epoch} {self._seed}").shuffle(order)
+            yield from order
 
 
 def read_rows(path: Path, fields: Mapping[str, str]) -> list[Row]:

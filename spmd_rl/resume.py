@@ -60,7 +60,7 @@ def check_fits(folder: Path, config: Config) -> None:
     try:
         there = {key: value for key, value in words["model"].items() if key not in ANY_VALUE}
         state = from_json(words["path"], rollouts)
-        counts = [state.version, state.next_ticket, state.next_group, words["cursor"]]
+        counts = [state.version, state.next_ticket, state.next_group, words["tasks"]["cursor"]]
         sizes = {len(group.rollouts) for group in state.groups} | {work.size for work in state.unfinished}
         envs = {work.task.env for work in state.unfinished}
         formed = {len(batch.rollouts) for batch in state.batches}

@@ -169,7 +169,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     version, restored = starting_point(run_dir, config, restarted=world.restarted)
     if restored:
         words, _ = checkpoint.load_orchestrator(restored)
-        tasks.train.skip_to(words["cursor"])  # ValueError where data has shrunk
+        tasks.train.restore(words["tasks"])  # ValueError where what was drawn is other now
     run_dir.create()
     disk.check_room(model, run_dir.path, **config.on_disk)
     run_dir.abandon_after(version if restored else -1)

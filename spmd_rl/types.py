@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -66,6 +67,19 @@ class Task:
                 where = f"environment {env}, task {self.task_id!r}: data[{key!r}]"
                 raise ValueError(f"{where} is not JSON, which checkpoints and other ranks need: {error}") from error
         return Task(env=env, task_id=self.task_id, data=data)
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An iterator of tasks that was another one when fewer rows were there; without these it is the same each time."""
+
+    def state(self) -> dict[str, object] | None:
+        """What `restore` takes, as JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Begin again as it was at that state; ValueError where it cannot."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

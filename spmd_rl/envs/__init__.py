@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd_rl.rewards import applicable, weighted_sum
 from spmd_rl.tokenizer import Tokenizer
-from spmd_rl.types import Completion, Rollout, Task
+from spmd_rl.types import Completion, Resumable, Rollout, Task
 
 Data = Mapping[str, object]  # of a task
 HELD_OUT = 5  # one in so many generated tasks is evaluated and never trained on
@@ -105,7 +105,25 @@ def checked_tasks(name: str, environment: Environment, *, seed: int, split: str)
         if first is None:
             raise ValueError(f"environment {name} has no tasks of the split {split!r}")
         first.of(name)
-    return itertools.chain([first], tasks)
+    return _FromFirst(first, tasks)
+
+
+class _FromFirst(Iterator[Task]):
+    """Tasks whose first one has been looked at."""
+
+    def __init__(self, first: Task, tasks: Iterator[Task]) -> None:
+        self._first: list[Task] = [first]
+        self._tasks = tasks
+
+    def __next__(self) -> Task:
+        return self._first.pop() if self._first else next(self._tasks)
+
+    def state(self) -> dict[str, object] | None:
+        return self._tasks.state() if isinstance(self._tasks, Resumable) else None
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        self._tasks.restore(state)
+        self._first = []
 
 
 def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Environment:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from spmd_rl.data import shuffled
+from spmd_rl.data import Epochs
 from spmd_rl.envs import Generate, judged, of_split, verifiers_child
 from spmd_rl.envs.chat_server import ChatServer
 from spmd_rl.tokenizer import Tokenizer
@@ -63,15 +63,14 @@ class Verifiers:
             return tasks if own else of_split(tasks, split, _content)
         rows = list(listed)
         if split == "train":
-            rows = rows[: len(rows) - self._holdout]
-            numbers = shuffled(len(rows), seed=seed, max_epochs=self._max_epochs) if rows else ()
-        else:
-            if not (own or head["own"] or self._holdout):
-                raise ValueError(
-                    f"verifiers {self._name}: give eval_settings or holdout to evaluate, or set eval.every = -1"
-                )
-            numbers = range(0 if own or head["own"] else max(0, len(rows) - self._holdout), len(rows))
-        return (_task(split, number, rows[number]) for number in numbers)
+            num, settings = len(rows) - self._holdout, {"max_epochs": self._max_epochs, "holdout": self._holdout}
+            return Epochs(lambda number: _task(split, number, rows[number]), max(0, num), seed=seed, **settings)
+        if not (own or head["own"] or self._holdout):
+            raise ValueError(
+                f"verifiers {self._name}: give eval_settings or holdout to evaluate, or set eval.every = -1"
+            )
+        first = 0 if own or head["own"] else max(0, len(rows) - self._holdout)
+        return (_task(split, number, rows[number]) for number in range(first, len(rows)))
 
     async def rollout(self, task: Task, generate: Generate) -> Rollout:
         settings = self._settings[str(task.data["split"])]

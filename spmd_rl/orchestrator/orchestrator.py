@@ -203,7 +203,7 @@ class Orchestrator:
     def restore(self, words: Mapping[str, object], rollouts: Sequence[Rollout]) -> None:
         """Go on from a checkpoint's orchestrator half.  ValueError when it does not fit this run."""
         self.path.restore(saved_state.from_json(words["path"], rollouts))
-        self._tasks.skip_to(words["cursor"])
+        self._tasks.restore(words["tasks"])
         if self._adaptive is not None:
             self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))
         self._difficulty.restore(words.get("difficulty", ()))
@@ -536,7 +536,7 @@ class Orchestrator:
         path, rollouts = saved_state.to_json(self.path.snapshot())
         words: dict[str, object] = {
             "path": path,
-            "cursor": self._tasks.cursor,
+            "tasks": self._tasks.state(),
             "difficulty": self._difficulty.state(),
             "weights": self.weights.state,
         }

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),
 ]
-STATE = {"path": {"version": 2}, "cursor": 7}
+STATE = {"path": {"version": 2}, "tasks": {"cursor": 7, "sources": {}}}
 
 
 def rollouts() -> list[Rollout]:
@@ -174,7 +174,7 @@ def mutate(folder: Path, rng: random.Random) -> str:
         case "empty":
             data = bytearray()
         case "text":
-            data = bytearray(rng.choice([b"{}", b"[]", b"null", b"\xff\xfe", b'{"schema": 2}', b"[" * 5000]))
+            data = bytearray(rng.choice([b"{}", b"[]", b"null", b"\xff\xfe", b'{"schema": 3}', b"[" * 5000]))
         case "other":
             data = bytearray(rng.randbytes(len(data)))
     path.write_bytes(data)
@@ -203,7 +203,7 @@ def test_other_schemas_and_renamed_folders_are_refused(saved, tmp_path):
     shutil.copytree(saved, other)
     marker = json.loads((other / "COMPLETE").read_text())
     (other / "COMPLETE").write_text(json.dumps({**marker, "schema": 1}))
-    with pytest.raises(ValueError, match="step_2: checkpoint schema 1, this version reads 2"):
+    with pytest.raises(ValueError, match="step_2: checkpoint schema 1, this version reads 3"):
         checkpoint.verify(other)
     shutil.copytree(saved, tmp_path / "step_9")
     with pytest.raises(ValueError, match="marker says version 2"):

@@ -1,4 +1,5 @@
 import json
+import random
 from collections import Counter
 from itertools import islice
 
@@ -126,21 +127,132 @@ def test_tasks_come_as_json_brings_them_and_what_is_none_is_named():
         next(tasks)
 
 
-def test_a_stream_skipped_to_its_cursor_goes_on_exactly(rows):
+def go_on(there: TaskStream, *args, **kwargs) -> TaskStream:
+    """As a resume does: the state travels as JSON."""
+    again = stream(*args, **kwargs)
+    again.restore(json.loads(json.dumps(there.state())))
+    return again
+
+
+def test_a_stream_restored_goes_on_exactly(rows):
     def keep(task: Task, draw: int) -> bool:
         return (len(task.task_id) + draw) % 3 != 0
 
     whole = stream(rows, keep=keep)
     taken = [next(whole) for _ in range(17)]
-    again = stream(rows, keep=keep)
-    again.skip_to(whole.cursor)
+    again = go_on(whole, rows, keep=keep)
+    assert again.state() == whole.state()
+    again.restore(whole.state())  # twice is as once
     assert list(again) == list(whole)
     assert whole.cursor == 80 and len(taken) < 80
 
 
-def test_data_that_became_shorter_is_noticed_on_resume(rows):
-    with pytest.raises(ValueError, match="the data ends after 80 tasks, the checkpoint took 99"):
-        stream(rows).skip_to(99)
+def edited(row, **values):
+    return [*GSM8K[:row], GSM8K[row] | values, *GSM8K[row + 1 :]]
+
+
+OTHERS = "env.once: the 7 tasks that were drawn are others now, by content"
+DRAWN = [8, 5]  # of the seven that are drawn below
+UNDRAWN = 9
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ({"rows": edited(DRAWN[0], answer="#### 99")}, OTHERS),
+        ({"rows": edited(DRAWN[1], question="?")}, OTHERS),
+        ({"rows": GSM8K[::-1]}, OTHERS),
+        ({"rows": [{"question": "new", "answer": "1"}, *GSM8K]}, OTHERS),  # rows are put before the others
+        ({"rows": GSM8K[:9]}, "env.once: 9 rows to train on, there were 10 when the epoch under way began"),
+        ({"rows": GSM8K, "seed": 7}, OTHERS),
+        ({"rows": GSM8K, "holdout": 2}, "env.once: holdout = 2, it was 0: rows would change sides"),
+        ({"rows": GSM8K, "fields": {"question": "answer", "answer": "question"}}, OTHERS),
+        ({"rows": edited(UNDRAWN, answer="#### 99")}, None),
+        ({"rows": [*GSM8K, {"question": "new", "answer": "1"}]}, None),
+        ({"rows": GSM8K, "max_epochs": 5}, None),
+    ],
+    ids=range(11),
+)
+def test_rows_that_were_drawn_are_known_by_content(tmp_path, now, message):
+    def made(rows, seed=0, fields=FIELDS, **settings):
+        data = Dataset(path=str(write(tmp_path / "rows.jsonl", rows)), fields=fields, **settings)
+        return TaskStream({"once": lambda: data.tasks(seed, "train")}, weights={"once": 1.0}, seed=seed)
+
+    before = made(GSM8K)
+    drawn = ids(islice(before, 7))
+    assert str(UNDRAWN) not in drawn and {str(row) for row in DRAWN} < set(drawn)
+    again = made(**now)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            again.restore(before.state())
+    else:
+        again.restore(before.state())
+        assert sorted(drawn + ids(islice(again, 3))) == list("0123456789")
+
+
+def test_an_epoch_that_has_begun_is_not_taken_back(rows):
+    before = Dataset(path=rows, fields=FIELDS).tasks(0, "train")
+    list(islice(before, 11))
+    with pytest.raises(ValueError, match="max_epochs = 1, and epoch 2 has begun"):
+        Dataset(path=rows, fields=FIELDS, max_epochs=1).tasks(0, "train").restore(before.state())
+
+
+@pytest.mark.parametrize("plan", range(30))
+def test_every_row_is_drawn_once_an_epoch_whatever_is_appended_and_however_often_it_resumes(tmp_path, plan):
+    """Two files that grow, epochs that are added, an endless source beside them; the sizes are counted here."""
+    rng = random.Random(plan)
+    sizes, epochs = {"a": rng.randint(1, 9), "b": rng.randint(1, 9)}, {"a": rng.randint(1, 3), "b": 0}
+    weights = {"a": rng.uniform(0.1, 5.0), "b": rng.uniform(0.1, 5.0), "c": 1.0}
+    drawn: dict[str, list[str]] = {name: [] for name in weights}
+    wanted: dict[str, list[int]] = {"a": [], "b": []}  # rows of each epoch that has begun
+    state, keep = None, lambda task, draw: (int(task.task_id) + draw) % 5 > 0
+
+    def made() -> TaskStream:
+        sources = {"c": lambda: fakes.tasks(1000)}
+        for name, num in sizes.items():
+            path = write(tmp_path / f"{name}.jsonl", [{"n": [name, row]} for row in range(num)])
+            data = Dataset(path=str(path), fields={"n": "n"}, max_epochs=epochs[name])
+            sources[name] = lambda data=data: data.tasks(plan, "train")
+        return TaskStream(sources, weights=weights, seed=plan, keep=lambda task, draw: see(task) or keep(task, draw))
+
+    def see(task: Task) -> None:
+        mine = drawn[task.env]
+        if task.env in sizes and len(mine) == sum(wanted[task.env]):
+            wanted[task.env].append(sizes[task.env])  # an epoch has as many rows as there are when it begins
+        mine.append(task.task_id)
+
+    for _ in range(rng.randint(2, 6)):
+        tasks = made()
+        if state is not None:
+            tasks.restore(state)
+        list(islice(tasks, rng.randint(0, 30)))
+        state = json.loads(json.dumps(tasks.state()))
+        for name in sizes:
+            sizes[name] += rng.choice([0, 0, 1, 5])
+        epochs["a"] += rng.choice([0, 1])
+    for name, each in wanted.items():
+        left = iter(drawn[name])
+        for num in each[:-1]:
+            assert sorted(islice(left, num), key=int) == [str(row) for row in range(num)]
+        last = list(left)
+        assert len(set(last)) == len(last) and all(int(row) < each[-1] for row in last)
+    assert drawn["c"] == [task.task_id for task in islice(fakes.tasks(1000), len(drawn["c"]))]
+
+
+def test_an_environment_that_had_ended_changes_nothing_for_the_others():
+    """Ended and found to have ended are the same: a resume finds it out again."""
+
+    def made():
+        sources = {name: lambda num=num: fakes.tasks(num) for name, num in (("a", 3), ("b", 50), ("c", 50))}
+        return TaskStream(sources, weights={"a": 3.0, "b": 1.0, "c": 2.0}, seed=0)
+
+    whole = [task.env for task in made()]
+    assert Counter(whole) == {"a": 3, "b": 50, "c": 50}
+    for cut in (4, 10, 60):
+        first, second = made(), made()
+        taken = [task.env for task in islice(first, cut)]
+        second.restore(first.state())
+        assert taken + [task.env for task in second] == whole
 
 
 def difficulty(**settings):

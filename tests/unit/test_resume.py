@@ -74,7 +74,12 @@ def state(version: int) -> tuple[dict[str, object], list[Rollout]]:
         ledger=ledger.state(),
     )
     words, rollouts = to_json(path)
-    return {"path": words, "cursor": 8, "model": MODEL, "weights": {"layout": "x", "checksums": [1, 2]}} | {
+    return {
+        "path": words,
+        "tasks": {"cursor": 8, "sources": {}},
+        "model": MODEL,
+        "weights": {"layout": "x", "checksums": [1, 2]},
+    } | {
         "difficulty": [("e", "t", 0.5)],
         "admission_limit": 4.0,
     }, rollouts

@@ -69,9 +69,12 @@ CONFIG = config.from_tree({"model": {"path": "m"}, "env": {"e": {"path": "tests.
 
 
 def test_data_that_ends_before_the_checkpoint_does_is_refused_before_anything_is_built():
-    make_tasks(CONFIG, None).train.skip_to(3)
-    with pytest.raises(ValueError, match="cannot resume: the data ends after 3 tasks, the checkpoint took 4"):
-        make_tasks(CONFIG, None).train.skip_to(4)
+    whole = make_tasks(CONFIG, None).train
+    list(whole)
+    make_tasks(CONFIG, None).train.restore(whole.state())
+    more = {"cursor": 4, "sources": {"e": {"drawn": 4, "digest": "", "state": None}}}
+    with pytest.raises(ValueError, match=r"env\.e: its tasks end after 3, 4 were drawn"):
+        make_tasks(CONFIG, None).train.restore(more)
 
 
 def test_tasks_that_were_looked_at_before_the_run_are_those_of_the_run():
