@@ -17,6 +17,7 @@ LAYERS = [
         "buffers",
         "folders",
         "run_dir",
+        "fingerprint",
         "gguf",
         "disk",
         "guard",
