@@ -6,7 +6,8 @@ environments that make tasks play none: inference ranks have their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,6 +17,8 @@ from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Task
+
+MOST_REPETITIONS = 1000  # tasks in a row that were drawn before: the environment has no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +56,27 @@ def make_tasks(config: Config, tokenizer: Tokenizer) -> Tasks:
 
 
 def eval_tasks(config: Config, environments: Mapping[str, envs.Environment]) -> dict[str, list[Task]]:
-    """The first eval.num_tasks of each environment."""
+    """The first eval.num_tasks different ones of each environment, or all where it has fewer."""
     tasks = {}
     for name, env in environments.items():
         with envs.refused(name):
             all_tasks = envs.checked_tasks(name, env, seed=config.run.seed, split="eval")
-            tasks[name] = [task.of(name) for task in islice(all_tasks, config.eval.num_tasks)]
+            tasks[name] = list(islice(_different(task.of(name) for task in all_tasks), config.eval.num_tasks))
     return tasks
+
+
+def _different(tasks: Iterable[Task]) -> Iterator[Task]:
+    """Leave out repetitions; end after MOST_REPETITIONS in a row."""
+    seen: set[str] = set()
+    repetitions = 0
+    for task in tasks:
+        content = json.dumps([task.task_id, task.data], sort_keys=True)
+        if content not in seen:
+            seen.add(content)
+            repetitions = 0
+            yield task
+        elif (repetitions := repetitions + 1) == MOST_REPETITIONS:
+            return
 
 
 def load_environments(config: Config, tokenizer: Tokenizer) -> dict[str, envs.Environment]:

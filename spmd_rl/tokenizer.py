@@ -1,60 +1,103 @@
-"""Text to token ids and back, as a model's Hugging Face folder says.
+"""Text to token ids and back, as `transformers.AutoTokenizer` does for a model's Hugging Face folder.
 
-Given a folder with tokenizer.json and tokenizer_config.json; a chat template and generation_config.json where there
-are any.  Reads them with `tokenizers` and `jinja2` alone: transformers' AutoTokenizer gives the same ids but imports
-torch, which the orchestrator does without (2 s against 0.1 s).  Knows nothing of models, rollouts or sampling.
+Special tokens come from tokenizer.json, tokenizer_config.json or special_tokens_map.json, whichever names them; a
+truncation or padding that tokenizer.json carries is off.  No code of the folder is run.  transformers (and torch with
+it) is imported when a tokenizer is built, so that environments can be imported without.  Knows nothing of models,
+rollouts or sampling.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import tokenizers
-from jinja2 import Template, nodes
-from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Messages = Sequence[Mapping[str, object]]  # {"role": "user", "content": "What is 3 + 8?"}, …
+CONTEXT = 64  # characters before a continuation that may change how its beginning is split
+CONTEXT_TOKENS = 4  # the same for the text of tokens
+BREAKS = ("\n", "a")  # stand for them where the last token would reach into the continuation
 
 
 class Tokenizer:
     """The tokenizer of one folder."""
 
     def __init__(self, folder: Path, variables: Mapping[str, object] | None = None) -> None:
-        """`variables` are seen by the chat template in every conversation (enable_thinking, …)."""
+        """Read the folder.  `variables` are seen by the chat template in every conversation (enable_thinking, …).
+
+        Raises ValueError where the folder has no tokenizer that can be used.
+        """
+        from transformers import AutoTokenizer
+
         self._variables = dict(variables or {})
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
+        folder = Path(folder)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever it is, the folder is to blame
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            missing = "" if (folder / "tokenizer.json").is_file() else "tokenizer.json is missing; "
             raise ValueError(
-                f"{path} is missing; AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes it"
+                f"{folder}: {missing}AutoTokenizer.from_pretrained({str(folder)!r}) fails with {reason[:300]}; "
+                "save_pretrained(DIR) of a working one writes the files"
+            ) from error
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                f"{folder}: {type(self._tokenizer).__name__} has no fast form: write a tokenizer.json of it"
             )
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        settings = _read_json(path.with_name("tokenizer_config.json"))
-        special = {key: _text(value) for key, value in settings.items() if key.endswith("_token") and value}
-        self._special = {key: text for key, text in special.items() if text is not None}
-        self._template = _compile(_template_text(path.parent, settings))
-        self.bos_id = self._id("bos_token")
-        self.eos_id = self._id("eos_token")
-        self.pad_id = self._id("pad_token")  # often eos_id: masks come from lengths, never from the pad id
-        self.stop_ids = self._stop_ids(_read_json(path.with_name("generation_config.json")))
+        self._tokenizer.backend_tokenizer.no_truncation()
+        self._tokenizer.backend_tokenizer.no_padding()
+        added = self._tokenizer.added_tokens_decoder
+        self._special = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
+        self._special |= {token_id: token.content for token_id, token in added.items() if token.special}
+        self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.eos_id: int | None = self._tokenizer.eos_token_id
+        self.pad_id: int | None = self._tokenizer.pad_token_id  # often eos_id: masks come from lengths, not from it
+        self.stop_ids = self._stop_ids(_read_json(folder / "generation_config.json"), added)
 
     @property
     def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size()
+        """Number of token ids, added ones included."""
+        return len(self._tokenizer)
 
-    def encode(self, text: str) -> np.ndarray:
-        """[N] int32; special tokens written out in the text become themselves, none is added."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+    def encode(self, text: str, *, after: str = "") -> np.ndarray:
+        """[N] int32; special tokens written out in the text become themselves, none is added.
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
-        """The text of the tokens, with the special ones left out unless `special`."""
-        return self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=not special)
+        With `after`, the tokens of `text` where it follows that text: some tokenizers mark the beginning of a text, and
+        only that (`▁` of SentencePiece).
+        """
+        for before in (after[-CONTEXT:], *BREAKS) if after and text else ():
+            whole = self._tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            spans, size = whole["offset_mapping"], len(before)
+            if not any(start < size < end for start, end in spans):  # else one token holds the end and the beginning
+                return np.array(
+                    [i for i, (_, end) in zip(whole["input_ids"], spans, strict=True) if end > size], np.int32
+                )
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int32)
+
+    def decode(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        special: bool = False,
+        rule: str = "",
+        after: Sequence[int] | np.ndarray = (),
+    ) -> str:
+        """Text of the tokens.  Special ones are left out unless `special`, or unless `rule` writes them out.
+
+        Example: with rule = "<answer>.*</answer>" a special token <answer> stays.  With `after`, the text as it follows
+        the text of those tokens: some tokenizers take off a blank at the beginning of a text, and only there.
+        """
+        ids = [int(i) for i in token_ids]
+        if len(after):
+            before = [int(i) for i in after[-CONTEXT_TOKENS:]]
+            whole, start = self.decode(before + ids, special=special), self.decode(before, special=special)
+            if whole.startswith(start):
+                return whole[len(start) :]
+        if not special and rule:
+            hidden = {token_id for token_id, text in self._special.items() if text not in rule}
+            ids, special = [i for i in ids if i not in hidden], True
+        return self._tokenizer.decode(ids, skip_special_tokens=not special)
 
     def render(self, messages: Messages, *, open_reply: bool = True, **variables: object) -> np.ndarray:
         """[N] int32, a conversation in the model's chat template.
@@ -65,72 +108,23 @@ class Tokenizer:
         return self.encode(self.render_text(messages, open_reply=open_reply, **variables))
 
     def render_text(self, messages: Messages, *, open_reply: bool = True, **variables: object) -> str:
-        """What `render` encodes."""
-        if self._template is None:
+        """Text that `render` encodes."""
+        if self._tokenizer.chat_template is None:
             raise ValueError("this model's folder has no chat template: build its prompts with encode()")
-        known = {"tools": None, "documents": None, **self._special, **self._variables, **variables}
-        return self._template.render(messages=list(messages), add_generation_prompt=open_reply, **known)
+        return self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=open_reply, **{**self._variables, **variables}
+        )
 
-    def _id(self, name: str) -> int | None:
-        return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
-
-    def _stop_ids(self, generation: Mapping[str, object]) -> tuple[int, ...]:
-        """Of the generation config, the tokenizer's EOS, and the special token that the template ends a reply with."""
+    def _stop_ids(self, generation: Mapping[str, object], added: Collection[int]) -> tuple[int, ...]:
+        """Of the generation config, the tokenizer's EOS, and the added token that the template ends a reply with."""
         ids = generation.get("eos_token_id")
         stops = set(ids if isinstance(ids, list) else [ids]) | {self.eos_id}
-        if self._template is not None:
+        if self._tokenizer.chat_template is not None:
             chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-            after = self.encode(self.render_text(chat, open_reply=False).rpartition("answer")[2])
-            added = self._tokenizer.get_added_tokens_decoder()
+            after = self.encode(self.render_text(chat, open_reply=False).rpartition("answer")[2], after="answer")
             if len(after) and int(after[0]) in added:
                 stops.add(int(after[0]))
         return tuple(sorted(stops - {None}))
-
-
-class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}` marks the assistant's part in some templates; its body is kept."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(text: str | None) -> Template | None:
-    """A chat template in the environment that such templates are written for."""
-    if text is None:
-        return None
-    jinja = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], cache_size=0
-    )
-    jinja.filters["tojson"] = _to_json
-    jinja.globals["raise_exception"] = _raise
-    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return jinja.from_string(text)
-
-
-def _to_json(value: object, ensure_ascii: bool = False, **options: object) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own escapes < and > for HTML
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _template_text(folder: Path, settings: Mapping[str, object]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    text = settings.get("chat_template")
-    if isinstance(text, list):  # several by name
-        text = {entry["name"]: entry["template"] for entry in text}.get("default")
-    return text
-
-
-def _text(token: object) -> str | None:
-    """A special token is written as its text or as a table with its text."""
-    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -290,7 +290,7 @@ class Eval:
     every: int = 0
     """steps between two evaluations; 0: only before the first step and at the end; -1: never"""
     num_tasks: int = 32
-    """tasks per environment"""
+    """different tasks per environment at most"""
     samples: int = 1
     """rollouts per task"""
     temperature: float = 0.0

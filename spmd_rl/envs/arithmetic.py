@@ -27,15 +27,16 @@ class Arithmetic:
         *,
         tokenizer: Tokenizer,
         operation: str = "+",  # "+" | "-" | "*"
-        digits: int = 1,  # of both numbers
+        least: int = 0,  # of both numbers
+        most: int = 9,
         system: str = "Reply with only the number.",
     ) -> None:
         if operation not in OPERATIONS:
             raise ValueError(f"arithmetic: operation = {operation!r}: must be one of {' '.join(OPERATIONS)}")
-        if digits < 1:
-            raise ValueError(f"arithmetic: digits = {digits}: must be at least 1")
+        if not 0 <= least < most:
+            raise ValueError(f"arithmetic: least = {least}, most = {most}: 0 <= least < most must hold")
         self._operation = operation
-        self._range = range(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
+        self._range = range(least, most + 1)
         self._system = system
         self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout
 

@@ -37,6 +37,7 @@ class Chat:
         messages: Messages,
         on_rewrite: str = "segment",  # "segment" | "refuse": when the template is not append-only
         variables: Mapping[str, object] | None = None,  # that the template sees: tools, enable_thinking, …
+        rule: str = "",  # of the reward: special tokens written in it stay in the replies
     ) -> None:
         if on_rewrite not in REWRITES:
             raise ValueError(f"on_rewrite = {on_rewrite!r}: must be one of {', '.join(REWRITES)}")
@@ -44,7 +45,7 @@ class Chat:
         self.messages = list(messages)
         self.variables = dict(variables or {})
         self._tokenizer, self._generate = tokenizer, generate
-        self._refuse = on_rewrite == "refuse"
+        self._refuse, self._rule = on_rewrite == "refuse", rule
         self._text = ""  # of the segment's tokens, less the last one if it is a stop token
         self._stop = ""  # the text of that stop token
 
@@ -58,17 +59,18 @@ class Chat:
         self.messages.append({"role": role, "content": content})
 
     async def reply(self, max_tokens: int | None = None) -> str:
-        """The text of the model's next turn, without special tokens."""
+        """Text of the model's next turn, without special tokens but those of the rule."""
         self._write_what_was_said()
+        context = self.rollout.context
         completion = await take_turn(self.rollout, self._generate, max_tokens)
         ids, stop_ids = completion.token_ids, self._tokenizer.stop_ids
         stopped = completion.finish_reason == "stop" and len(ids) > 0 and int(ids[-1]) in stop_ids
         said = ids[:-1] if stopped else ids
         self._stop = self._tokenizer.decode(ids[-1:], special=True) if stopped else ""
-        content = self._tokenizer.decode(said, special=True)
+        content = self._tokenizer.decode(said, special=True, after=context)
         self._text += content
         self.messages.append({"role": "assistant", "content": content})
-        return self._tokenizer.decode(said)
+        return self._tokenizer.decode(said, rule=self._rule)
 
     def _write_what_was_said(self) -> None:
         """Bring the tokens up to the opening of the next reply."""
@@ -79,7 +81,7 @@ class Chat:
                 raise Rewritten(_difference(whole, kept))
             self.rollout.new_segment()
             kept = ""
-        self.rollout.append(self._tokenizer.encode(whole[len(kept) :]))
+        self.rollout.append(self._tokenizer.encode(whole[len(kept) :], after=kept))
         self._text, self._stop = whole, ""
 
 

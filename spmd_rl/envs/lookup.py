@@ -40,7 +40,7 @@ class Lookup:
         rollout.append(self._tokenizer.render(PROMPT))
         parts: dict[str, float | None] = {"call": await self._says(CALL, rollout, generate), "answer": None}
         if parts["call"]:
-            rollout.append(self._tokenizer.encode(tool_reply(digit)))
+            rollout.append(self._tokenizer.encode(tool_reply(digit), after=CALL))
             parts["answer"] = await self._says(digit, rollout, generate)
         rollout.finish_reason = "env"
         return judged(rollout, parts, WEIGHTS)

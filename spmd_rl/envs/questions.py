@@ -49,7 +49,9 @@ class Questions:
         self._prompt, self._system, self._form = prompt, system, form
         self._workers = Workers(timeout_s=timeout_s)
         weights = {"answer": 1.0 - form_weight, "form": form_weight} if form else None
-        self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward, weights=weights).rollout
+        self.rollout = SingleTurn(
+            tokenizer=tokenizer, prompt=self.prompt, reward=self.reward, weights=weights, rule=form
+        ).rollout
 
     def prompt(self, data: Data) -> Messages:
         user = {"role": "user", "content": self._prompt.format(question=data["question"])}

@@ -38,12 +38,13 @@ class SingleTurn:
         reward: Callable[[Data, str], Reward | Awaitable[Reward]],  # of the reply's text; instant, or async
         weights: Mapping[str, float] | None = None,  # of the parts; None = 1 each
         max_tokens: int | None = None,  # None = as the run allows
+        rule: str = "",  # of the reward, such as its regular expression: special tokens written in it stay in the reply
     ) -> None:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._reward = reward
         self._weights = weights
-        self._max_tokens = max_tokens
+        self._max_tokens, self._rule = max_tokens, rule
 
     async def rollout(self, task: Task, generate: Generate) -> Rollout:
         prompt = self._prompt(task.data)
@@ -51,5 +52,5 @@ class SingleTurn:
         rollout = Rollout(env=task.env, task_id=task.task_id)
         rollout.append(self._tokenizer.render(messages))
         completion = await take_turn(rollout, generate, self._max_tokens)
-        reward = self._reward(task.data, self._tokenizer.decode(completion.token_ids))
+        reward = self._reward(task.data, self._tokenizer.decode(completion.token_ids, rule=self._rule))
         return judged(rollout, await reward if inspect.isawaitable(reward) else reward, self._weights)

@@ -118,14 +118,14 @@ def test_too_few_tasks_to_hold_some_out_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("operation", "digits", "low", "high"), [("+", 1, 0, 18), ("*", 1, 0, 81), ("-", 1, -9, 9), ("+", 2, 20, 198)]
+    ("operation", "least", "most"), [("+", 0, 9), ("*", 0, 9), ("-", 0, 9), ("+", 10, 99), ("+", 1, 20)]
 )
-def test_arithmetic_draws_numbers_of_so_many_digits(tokenizer, operation, digits, low, high):
-    env = Arithmetic(tokenizer=tokenizer, operation=operation, digits=digits)
+def test_arithmetic_draws_numbers_of_a_range(tokenizer, operation, least, most):
+    env = Arithmetic(tokenizer=tokenizer, operation=operation, least=least, most=most)
     tasks = list(islice(env.tasks(0, "train"), 2000))
     assert all(t.data["answer"] == eval(t.data["question"]) for t in tasks)
-    assert all(low <= t.data["answer"] <= high for t in tasks)
-    assert all(len(n) == digits for t in tasks for n in t.data["question"].split(f" {operation} "))
+    numbers = {int(n) for t in tasks for n in t.data["question"].split(f" {operation} ")}
+    assert numbers == set(range(least, most + 1))
 
 
 def test_arithmetic_asks_with_a_system_prompt_and_judges_the_last_number(tokenizer):
@@ -176,9 +176,9 @@ def test_environments_are_loaded_by_import_path(tokenizer):
     [
         ("spmd_rl.envs.arithmetics:Arithmetic", {}, "No module named"),
         ("spmd_rl.envs.arithmetic:Arithmetics", {}, "no attribute 'Arithmetics'"),
-        ("spmd_rl.envs.arithmetic:Arithmetic", {"digit": 2}, "'digit'; its settings: operation, digits, system"),
+        ("spmd_rl.envs.arithmetic:Arithmetic", {"digit": 2}, "'digit'; its settings: operation, least, most, system"),
         ("spmd_rl.envs.arithmetic:Arithmetic", {"operation": "/"}, r"operation = '/': must be one of \+ - \*"),
-        ("spmd_rl.envs.arithmetic:Arithmetic", {"digits": 0}, "digits = 0: must be at least 1"),
+        ("spmd_rl.envs.arithmetic:Arithmetic", {"least": 9}, "least = 9, most = 9: 0 <= least < most"),
     ],
 )
 def test_what_is_wrong_with_an_environment_is_said(tokenizer, path, args, message):
