@@ -1,17 +1,19 @@
 """Settings to and from TOML.
 
-`load` reads a file and `section.key=value` overrides (each value parsed as TOML) into frozen dataclasses; what is
-unknown, or breaks a rule, is a ValueError of one line.
+`load` reads a file and `section.key=value` overrides into frozen dataclasses; what is unknown, or breaks a rule, is a
+ValueError of one line.  The value of an override is TOML, but for a setting that is text it is taken as written.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import datetime
 import difflib
 import inspect
 import itertools
 import json
+import math
 import tomllib
 import types
 import typing
@@ -21,6 +23,14 @@ from pathlib import Path
 
 from spmd_rl.config import rules
 from spmd_rl.config.settings import Config, Env
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """The value of an override."""
+
+    text: str
+    value: object  # as TOML; the text where it is none
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -95,6 +105,10 @@ def _toml(value: object) -> str:
         return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # JSON has no inf and no nan
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -104,17 +118,20 @@ def _override(tree: dict, override: str) -> None:
     if not equals or len(parts) < 2 or not all(parts):
         raise ValueError(f"{override!r}: a setting on the command line is written section.key=value")
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
+        read = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+        read = {}
     for part in parts[:-1]:
+        if isinstance(tree.get(part), _Written):
+            tree[part] = tree[part].value
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
             raise ValueError(f"{override!r}: {part!r} is a value, not a section")
-    tree[parts[-1]] = value
+    tree[parts[-1]] = _Written(text, read["v"] if [*read] == ["v"] else text)  # a bare word is a string
 
 
 def _build(cls: type, tree: object, where: str) -> object:
+    tree = tree.value if isinstance(tree, _Written) else tree
     if not isinstance(tree, Mapping):
         raise ValueError(f"config {where or 'file'}: expected a table, got {tree!r}")
     hints = typing.get_type_hints(cls)
@@ -131,12 +148,22 @@ def _build(cls: type, tree: object, where: str) -> object:
     return cls(**values)
 
 
+def _plain(value: object) -> object:
+    """Overrides as the values that they are, at any depth of tables."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return value.value if isinstance(value, _Written) else value
+
+
 def _value(kind: object, value: object, where: str) -> object:
+    if isinstance(value, _Written):
+        taken_as_text = kind is str and not isinstance(value.value, str)
+        return value.text if taken_as_text else _value(kind, value.value, where)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, f"{where}.")
     if origin is dict and isinstance(value, Mapping):
-        return dict(value) if args[1] is object else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
+        return _plain(value) if args[1] is object else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if origin is tuple and args[1:] == (...,) and isinstance(value, list | tuple):
         return tuple(_value(args[0], v, where) for v in value)
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):

@@ -1,3 +1,5 @@
+import datetime
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -31,8 +33,56 @@ def test_overrides_are_parsed_as_toml_and_bare_words_are_strings(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("written", "taken"),
+    [
+        ("123", "123"),
+        ("007", "007"),
+        ("-1", "-1"),
+        ("1e3", "1e3"),
+        ("1_000", "1_000"),
+        ("0x10", "0x10"),
+        ("true", "true"),
+        ("nan", "nan"),
+        ("2024-01-01", "2024-01-01"),
+        ("12:30:00", "12:30:00"),
+        ("[a]", "[a]"),
+        ('["a", 1]', '["a", 1]'),
+        ("{a = 1}", "{a = 1}"),
+        ("7 # seven", "7 # seven"),
+        ("1\ndir = 2", "1\ndir = 2"),
+        ("a=b", "a=b"),
+        ("", ""),
+        ('"quoted"', "quoted"),
+        ("'123'", "123"),
+        ('"a\\tb"', "a\tb"),
+    ],
+)
+def test_a_setting_that_is_text_is_taken_as_written(tmp_path: Path, written: str, taken: str) -> None:
+    resolved = config.load(_write(tmp_path), [f"run.dir={written}", f"model.path={written}"])
+    assert (resolved.run.dir, resolved.model.path) == (taken, taken)
+    assert config.from_tree(tomllib.loads(config.dump(resolved))) == resolved
+
+
+def test_other_overrides_keep_their_types(tmp_path: Path) -> None:
+    overrides = ["env.x={path = 'a:B', args = {n = 1}}", "env.x.weight=2", "env.x.args.day=2024-01-01"]
+    overrides += [
+        "env.x.args.deep={k = [1, 'b']}",
+        "env.x.args.word=bare",
+        "env.x.args.limit=inf",
+        "env.x.args.on=true",
+    ]
+    resolved = config.load(_write(tmp_path), overrides)
+    env = resolved.env["x"]
+    assert (env.path, env.weight) == ("a:B", 2.0)
+    day = datetime.date(2024, 1, 1)
+    assert env.args == {"n": 1, "day": day, "deep": {"k": [1, "b"]}, "word": "bare", "limit": math.inf, "on": True}
+    assert config.from_tree(tomllib.loads(config.dump(resolved))) == resolved
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("env.a.path=7", "env.a.path = '7': an import path is written package.module:name"),
         ("staleness.max_stalness=1", "did you mean 'max_staleness'"),
         ("stalness.window=1", "did you mean 'staleness'"),
         ("rollout.batch_size=9", "batch_size = 9 is not a multiple of group_size = 8"),
