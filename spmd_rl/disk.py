@@ -7,14 +7,14 @@ with the run and is not counted.
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from spmd_rl.model_files import read_header
 
 BYTES_IN_CHECKPOINT = 12  # per parameter: float32 weights and AdamW's two moments
 BYTES_IN_EXPORT = 4
@@ -71,12 +71,6 @@ def blamed(error: BaseException, folder: Path) -> BaseException:
     return full
 
 
-def _shapes(model: Path) -> dict[str, list[int]]:
+def _shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """By name, of all safetensors files of a folder."""
-    shapes = {}
-    for path in model.glob("*.safetensors"):
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-    return shapes
+    return {name: entry.shape for file in model.glob("*.safetensors") for name, entry in read_header(file)}

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.config import Config
-from spmd_rl.model import build
+from spmd_rl.model import build, check_weights
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits
@@ -87,8 +87,9 @@ def make_lora(config: Config) -> Lora | None:
 
 
 def check_model(config: Config) -> None:
-    """ValueError for a model that cannot be trained here, and for lora.targets that it does not have."""
+    """ValueError for a model that cannot be trained here, whose weights are another's, or without lora.targets."""
     model = build(config.model.path, device="cpu", dtype=torch.float32, weights=False)
+    check_weights(config.model.path)
     if config.lora.rank:
         check_targets(model, config.lora.targets)
 

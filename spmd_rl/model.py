@@ -6,24 +6,32 @@ Knows nothing of ranks or engines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.logging import disable_progress_bar
 
 from spmd_rl.attention import ATTENTION, Attend, Segments, token_positions
+from spmd_rl.model_files import FLOATS, INDEX, SINGLE, Stored, stored_tensors
+
+_PIECE = 16 << 20  # bytes compared at a time
 
 
 def load_config(folder: str | Path) -> PretrainedConfig:
     """The architecture in a local folder; refuses by name what our head or attention would compute wrongly."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder}: no model folder: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # whatever a config of that name trips over
+        raise ValueError(f"{folder}: no model folder: {_first_line(error)}") from error
     text = config.get_text_config()
     refused = {
         "final_logit_softcapping": getattr(text, "final_logit_softcapping", None) is not None,
@@ -77,8 +85,7 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
     if weights:
         model = _load(folder, config, dtype).to(device)
     else:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        model = _on_meta(folder, config, dtype)
         _fill_buffers(model, device)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(f"{folder}: a head with a bias is not supported")
@@ -90,7 +97,7 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
 
 def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
     """With its weights; ValueError where the folder has not all of them."""
-    disable_progress_bar()
+    check_weights(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -103,11 +110,98 @@ def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> n
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder}: its weights cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{folder}: its weights cannot be read: {_first_line(error)}") from error
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key, *_ in info["mismatched_keys"])
     if wrong:  # transformers would go on with random ones
         raise ValueError(f"{folder}: weights missing or of another shape than config.json says: {', '.join(wrong[:3])}")
     return model
+
+
+def check_weights(folder: str | Path) -> None:
+    """ValueError, by file and tensor, where the weights of a folder are not those of its config.json.
+
+    Reads headers, and the values of tied weights that are stored twice.
+    """
+    folder = Path(folder)
+    stored = stored_tensors(folder)
+    model = _on_meta(folder, load_config(folder), torch.float32)
+    tied = dict(model.all_tied_weights_keys)
+    report = _loaded_from(model, stored)
+    for copy, original in tied.items():  # either is made of the other one
+        report.missing_keys -= {copy} if report.missing_keys.issuperset((copy, original)) else {copy, original}
+    unexpected = set(report.unexpected_keys)
+    model._adjust_missing_and_unexpected_keys(report)  # by what the architecture says of itself
+    ignored = unexpected - report.unexpected_keys
+    where = folder / (SINGLE if (folder / SINGLE).is_file() else INDEX)
+    for name in sorted(report.missing_keys):
+        untied = name.removesuffix(".weight") in _names_of(model, model.get_output_embeddings())
+        why = "which config.json does not tie (tie_word_embeddings = false)" if untied else "which config.json needs"
+        raise ValueError(f"{where}: has no tensor {name}, {why}")
+    for name, found, wanted in sorted(report.mismatched_keys):
+        file = stored[name].file if name in stored else where
+        raise ValueError(f"{file}: {name} is {list(found)}, config.json says {list(wanted)}")
+    for name in sorted(report.unexpected_keys):
+        file = stored[name].file if name in stored else where
+        raise ValueError(f"{file}: {name} is no weight of the model in config.json: do the two belong together?")
+    for name, error in report.conversion_errors.items():
+        raise ValueError(f"{where}: {name} cannot be made of its weights: {error.splitlines()[0]}")
+    for name, entry in stored.items():
+        if entry.dtype not in FLOATS and name not in ignored:
+            raise ValueError(f"{entry.file}: {name} is stored as {entry.dtype}: weights must be {', '.join(FLOATS)}")
+    for copy, original in tied.items():
+        if copy in stored and original in stored and not _same_bytes(stored[copy], stored[original]):
+            raise ValueError(
+                f"{stored[copy].file}: {copy} is not {original}, and config.json ties the two (tie_word_embeddings = "
+                f"true): set it to false, or take {copy} out of the file"
+            )
+
+
+def _loaded_from(model: PreTrainedModel, stored: Mapping[str, Stored]) -> LoadStateDictInfo:
+    """What transformers would say after loading such tensors, renamed and put together as it does; reads none."""
+    disable_progress_bar()
+    needs = inspect.signature(convert_and_load_state_dict_in_model).parameters
+    report, _ = convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict={name: torch.empty(entry.shape, device="meta") for name, entry in stored.items()},
+        load_config=LoadStateDictConfig(
+            ignore_mismatched_sizes=True,  # they are told apart above
+            device_map={"": "meta"},
+            dtype=torch.float32,
+            weight_mapping=get_model_conversion_mapping(model),
+        ),
+        **({"tp_plan": None} if "tp_plan" in needs else {}),  # before transformers 5.6
+    )
+    return report
+
+
+def _names_of(model: nn.Module, module: nn.Module | None) -> list[str]:
+    return [name for name, one in model.named_modules() if one is module]
+
+
+def _same_bytes(one: Stored, other: Stored) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with open(one.file, "rb") as first, open(other.file, "rb") as second:
+        first.seek(one.begin), second.seek(other.begin)
+        for at in range(one.begin, one.end, _PIECE):
+            num = min(_PIECE, one.end - at)
+            if first.read(num) != second.read(num):
+                return False
+    return True
+
+
+def _on_meta(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The module of a config, all of it on the meta device."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    except Exception as error:  # an architecture raises whatever it trips over
+        raise ValueError(f"{folder}: config.json makes no causal LM: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return lines[0] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {lines[0]}"
 
 
 def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:

@@ -1,6 +1,8 @@
 """Folders that a user got wrong, in `eval` and `export`: one line that names it, before anything is computed."""
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from spmd_rl import config, tiny_model
 from spmd_rl.evaluate import evaluate
 from spmd_rl.export import export
-from spmd_rl.model import build
+from spmd_rl.make_trainer import check_model
+from spmd_rl.model import build, check_weights
+from spmd_rl.model_files import stored_tensors
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,13 +72,156 @@ def test_more_tokens_than_the_model_has_positions_are_refused(whole):
         evaluate(config.load(ROOT / "configs" / "tiny_cpu.toml", settings), None)
 
 
-@pytest.mark.parametrize("change", [lambda weight: None, lambda weight: weight[:3].clone()])
-def test_a_weight_that_is_missing_or_of_another_shape_is_not_made_up(model, change):
-    tensors, name = load_file(model / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
-    changed = change(tensors.pop(name))
-    save_file(tensors if changed is None else {**tensors, name: changed}, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"weights missing or of another shape than config.json says: {name}"):
+EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
+WEIGHTS = {
+    "missing": (lambda t: t.pop(UP), f"/model.safetensors: has no tensor {UP}, which config.json needs"),
+    "no embedding": (lambda t: t.pop(EMBEDDING), f"/model.safetensors: has no tensor {EMBEDDING}, which config"),
+    "shape": (lambda t: t.update({UP: t[UP][:3].clone()}), rf"{UP} is \[3, 128\], config.json says \[320, 128\]"),
+    "more layers": (
+        lambda t: t.update({UP.replace("1", "2"): t[UP].clone()}),
+        r"model.layers.2.mlp.up_proj.weight is no weight of the model in config.json: do the two belong together\?",
+    ),
+    "whole numbers": (
+        lambda t: t.update({UP: t[UP].to(torch.int8)}),
+        f"{UP} is stored as I8: weights must be F64, F32",
+    ),
+    "another head": (
+        lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 1}),
+        f"lm_head.weight is not {EMBEDDING}, and config.json ties the two .tie_word_embeddings = true.: set it to",
+    ),
+    "a head of another type": (
+        lambda t: t.update({"lm_head.weight": t[EMBEDDING].double()}),
+        f"lm_head.weight is not {EMBEDDING}, and config.json ties the two",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_that_are_not_those_of_config_json_are_refused_by_file_and_tensor(model, case):
+    change, message = WEIGHTS[case]
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        check_model(config.load(ROOT / "configs" / "tiny_cpu.toml", [f"model.path={model}"]))
+    with pytest.raises(ValueError, match=message):
         build(model, device="cpu", dtype=torch.float32, weights=True)
+
+
+def test_a_tied_head_may_be_stored_twice_or_instead_of_the_embedding(model):
+    tensors = load_file(model / "model.safetensors")
+    embedding = tensors[EMBEDDING]
+    for stored in ({**tensors, "lm_head.weight": embedding.clone()}, {**tensors, "lm_head.weight": tensors[EMBEDDING]}):
+        stored.pop(EMBEDDING) if stored["lm_head.weight"] is embedding else None
+        save_file(stored, model / "model.safetensors", {"format": "pt"})
+        check_weights(model)
+        built = build(model, device="cpu", dtype=torch.float32, weights=True)
+        assert torch.equal(built.get_output_embeddings().weight, embedding.float())
+        assert built.get_input_embeddings().weight is built.get_output_embeddings().weight
+
+
+def test_an_untied_config_needs_a_head(model):
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    text = r"/model.safetensors: has no tensor lm_head.weight, which config.json does not tie \(tie_word_embeddings"
+    with pytest.raises(ValueError, match=text):
+        check_weights(model)
+
+
+def in_shards(folder: Path, also: bool = False, gone: bool = False) -> None:
+    """Two shards; `also`: a tensor is in both; `gone`: the index names one that is in neither."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:] + names[:1] * also}
+    for file, inside in shards.items():
+        save_file({name: tensors[name] for name in inside}, folder / file, {"format": "pt"})
+    where = {name: "a.safetensors" if name in names[:5] else "b.safetensors" for name in names}
+    index = {"metadata": {}, "weight_map": where | ({"model.other.weight": "b.safetensors"} if gone else {})}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def emptied(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def longer(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+
+
+def with_config(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_text(text) and None
+
+
+def with_index(text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        in_shards(folder)
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return change
+
+
+FOLDERS = {
+    "cut short": (
+        lambda f: shortened(f, "model.safetensors"),
+        "model.safetensors is no safetensors file, or not all of",
+    ),
+    "no bytes": (
+        lambda f: (f / "model.safetensors").write_bytes(b"") and None,
+        "model.safetensors is no safetensors file",
+    ),
+    "cut in the data": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-7]) and None,
+        "model.safetensors has [0-9]+ bytes, its header says [0-9]+: it was not copied whole, copy it again",
+    ),
+    "longer": (longer, "model.safetensors has [0-9]+ bytes, its header says"),
+    "a shard is missing": (
+        lambda f: one_shard(f, "model.safetensors.index.json"),
+        "names model-00002-of-00002.safetensors",
+    ),
+    "twice": (lambda f: in_shards(f, also=True), "tensor .* is in two files, a.safetensors and b.safetensors"),
+    "in no shard": (
+        lambda f: in_shards(f, gone=True),
+        "b.safetensors: has no tensor model.other.weight, which .* says",
+    ),
+    "index of nothing": (with_index("[]"), "model.safetensors.index.json: is no index of weights"),
+    "index of numbers": (with_index('{"weight_map": 7}'), "model.safetensors.index.json: is no index of weights"),
+    "pickled": (as_pickle, "no file named model.safetensors or .*; it has pytorch_model.bin: save_pretrained"),
+    "empty": (emptied, "no model folder: "),
+    "config is a list": (with_config("[]"), "no model folder: "),
+    "config is a number": (with_config("7"), "no model folder: "),
+    "config of nothing": (with_config("{}"), "no model folder: "),
+    "unknown type": (with_config('{"model_type": "quwen"}'), "no model folder: "),
+    "no causal LM": (with_config('{"model_type": "clip_text_model"}'), "config.json makes no causal LM: "),
+    "wrong type": (with_config('{"model_type": "qwen3", "hidden_size": "64"}'), "no model folder: "),
+    "no heads": (
+        with_config('{"model_type": "llama", "num_attention_heads": 0}'),
+        "no model folder: ZeroDivisionError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_holds_no_whole_model_is_refused_in_one_line(model, case):
+    breaks, message = FOLDERS[case]
+    breaks(model)
+    with pytest.raises(ValueError, match=message) as refused:
+        check_model(config.load(ROOT / "configs" / "tiny_cpu.toml", [f"model.path={model}"]))
+    assert "\n" not in str(refused.value) and str(model) in str(refused.value)
+
+
+def test_shards_hold_the_same_model(model, whole):
+    in_shards(model)
+    there, here = stored_tensors(whole), stored_tensors(model)
+    assert {name: entry.shape for name, entry in here.items()} == {name: entry.shape for name, entry in there.items()}
+    check_weights(model)
 
 
 @pytest.mark.parametrize(("out", "message"), [("", "is a folder; name a file"), ("file/x.json", "cannot be written: ")])

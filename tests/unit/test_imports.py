@@ -19,6 +19,7 @@ LAYERS = [
         "run_dir",
         "fingerprint",
         "gguf",
+        "model_files",
         "disk",
         "guard",
         "sandbox",
@@ -54,6 +55,7 @@ ALLOWED = {
     ("world", "topology"),
     ("config", "topology"),
     ("smollm2", "gguf"),
+    ("disk", "model_files"),
 }
 TORCH_FREE = ("orchestrator.orchestrator", "simulate", "config", "task_stream", "tokenizer", "envs.lookup", "packing")
 
