@@ -11,6 +11,7 @@ from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
+from spmd_rl.engine.stops import Decode
 from spmd_rl.model import build, engine_dtype, exact_dtype, kv_token_bytes, load_config
 from spmd_rl.run_dir import RunDir
 from spmd_rl.weights.adapter import AdapterReceiver
@@ -22,7 +23,9 @@ from spmd_rl.weights.wire import Deliver, Failed
 from spmd_rl.world import World
 
 
-def build_engine(config: Config, *, device: torch.device, group: ProcessGroup) -> tuple[Engine, list[TensorSpec]]:
+def build_engine(
+    config: Config, *, device: torch.device, group: ProcessGroup, decode: Decode
+) -> tuple[Engine, list[TensorSpec]]:
     """This rank's part of the engine of `group`, without weights, and what an update consists of.
 
     To be called before any thread uses torch.distributed.
@@ -40,6 +43,7 @@ def build_engine(config: Config, *, device: torch.device, group: ProcessGroup) -
             kv_on_update=inference.kv_on_update,
             kv_cache_bytes=inference.kv_cache_mib << 20,
             deterministic=inference.deterministic,
+            decode=decode,
         )
         return engine, specs
 
@@ -56,6 +60,7 @@ def build_engine(config: Config, *, device: torch.device, group: ProcessGroup) -
         max_seq_len=inference.max_seq_len,
         kv_on_update=inference.kv_on_update,
         kv_cache_bytes=inference.kv_cache_mib << 20,
+        decode=decode,
     )
     leads = group.size() > 1 and group.rank() == 0
     return Leader(engine=engine, group=group) if leads else engine, specs

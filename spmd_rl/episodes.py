@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -100,7 +100,9 @@ class Episodes:
     async def _attempt(self, work: GroupWork, sample: int, ticket: int, attempt: int, spent: list[int]) -> Rollout:
         turn = 0
 
-        async def generate(token_ids: np.ndarray, max_tokens: int | None = None) -> Completion:
+        async def generate(
+            token_ids: np.ndarray, max_tokens: int | None = None, *, stop: Sequence[str] = ()
+        ) -> Completion:
             nonlocal turn
             sampling = self._sampling[work.purpose]
             seed = seed_of(self._seed, work.purpose, ticket, sample, attempt, turn)
@@ -111,7 +113,7 @@ class Episodes:
             if room < 1:
                 return Completion.empty("length")
             limit = min(max_tokens or sampling.max_tokens, sampling.max_tokens, room)
-            sampling = replace(sampling, seed=seed, max_tokens=limit)
+            sampling = replace(sampling, seed=seed, max_tokens=limit, stop=tuple(stop))
             try:
                 completion, wasted = await self._generate(np.asarray(token_ids, np.int32), sampling)
             except Cancelled as cancelled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
     loop = asyncio.get_running_loop()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model = build(config.model.path, device=device, dtype=engine_dtype(config.model.dtype, device), weights=True)
-    engine, _ = build_engine(config, device=device, group=group)
+    engine, _ = build_engine(config, device=device, group=group, decode=partial(tokenizer.decode, special=True))
     engine.load_weights(dict(model.named_parameters()), 0)
     failure: asyncio.Future[None] = loop.create_future()
     thread = EngineThread(

@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 
@@ -43,7 +44,10 @@ class InferenceRank:
         self._in_place = config.weights.receive == "in_place"
         self._may_swap = threading.Semaphore(0)
         self.stopped = asyncio.Event()
-        engine, specs = build_engine(config, device=world.device, group=world.engine_group)
+        tokenizer = Tokenizer(config.model.path, config.model.template)
+        engine, specs = build_engine(
+            config, device=world.device, group=world.engine_group, decode=partial(tokenizer.decode, special=True)
+        )
         self._engine = EngineThread(
             engine=engine,
             loop=self._loop,
@@ -51,9 +55,7 @@ class InferenceRank:
             on_update="continue" if config.staleness.on_update == "drain" else config.staleness.on_update,
             progress=lambda doing: live.progress(doing, thread="engine"),
         )
-        self._episodes = make_episodes(
-            config, Tokenizer(config.model.path, config.model.template), self._engine, self._finished
-        )
+        self._episodes = make_episodes(config, tokenizer, self._engine, self._finished)
         self._engine.start()
         self._receiver = make_receiver(
             world, config, run_dir, specs=specs, deliver=self._weights_arrived, failed=live.failed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from functools import partial
 
 from spmd_rl.config import Config
 from spmd_rl.engine.lockstep import follow
@@ -17,6 +18,7 @@ from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.liveness import Liveness
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
+from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.weights.disk import DiskReceiver
 from spmd_rl.weights.wire import Received
@@ -26,7 +28,8 @@ from spmd_rl.world import World
 def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, signals: StopSignals) -> None:
     """Until the leader closes the engine and rank 0 says stop."""
     live.progress("building the engine")
-    engine, specs = build_engine(config, device=world.device, group=world.engine_group)
+    decode = partial(Tokenizer(config.model.path).decode, special=True)
+    engine, specs = build_engine(config, device=world.device, group=world.engine_group, decode=decode)
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
     signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
     arrived: queue.Queue[Received] = queue.Queue()

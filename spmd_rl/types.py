@@ -28,6 +28,7 @@ class Sampling:
     top_p: float = 1.0  # 1 = off
     top_k: int = 0  # 0 = off
     stop_ids: tuple[int, ...] = ()  # a sampled stop id is kept as the last token, with its log-prob
+    stop: tuple[str, ...] = ()  # texts: the token that completes one is kept as the last
     seed: int = 0  # equal seed, prompt and weights give equal tokens
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,13 @@ class Says:
 
     def __init__(self, tokenizer: Tokenizer, *turns: str | list[int], finish_reason: str = "stop") -> None:
         self.tokenizer, self.turns, self.finish_reason = tokenizer, list(turns), finish_reason
+        self.stops: list[tuple[str, ...]] = []
         self.asked: list[tuple[str, int | None]] = []
 
-    async def __call__(self, token_ids: np.ndarray, max_tokens: int | None = None) -> Completion:
+    async def __call__(
+        self, token_ids: np.ndarray, max_tokens: int | None = None, *, stop: Sequence[str] = ()
+    ) -> Completion:
+        self.stops.append(tuple(stop))
         self.asked.append((self.tokenizer.decode(token_ids, special=True), max_tokens))
         turn = self.turns.pop(0)
         ids = self.tokenizer.encode(turn) if isinstance(turn, str) else np.array(turn, np.int32)

@@ -105,7 +105,7 @@ def follow(
         for call, *arguments in calls:
             match call, arguments:
                 case "submit", (request_id, prompt, sampling):
-                    sampling["stop_ids"] = tuple(sampling["stop_ids"])
+                    sampling |= {name: tuple(sampling[name]) for name in ("stop_ids", "stop")}
                     engine.submit(request_id, np.array(prompt, np.int32), Sampling(**sampling))
                 case "cancel", (request_id,):
                     engine.cancel(request_id)

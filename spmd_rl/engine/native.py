@@ -25,6 +25,7 @@ from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.sampling import Uniforms, check_request, sample
 from spmd_rl.engine.step_attention import StepAttention
+from spmd_rl.engine.stops import Decode, check_stop, completes_stop
 from spmd_rl.engine.weights import check_update, sampled_before
 from spmd_rl.logprobs import token_logprobs
 from spmd_rl.model import kv_shape
@@ -47,6 +48,7 @@ class NativeEngine:
         kv_cache_bytes: int = 0,  # for all keys and values; requests wait for room; 0: no bound but max_slots
         deterministic: bool = False,  # each sequence alone: bit-equal whatever else runs
         functional: bool = True,  # the short path for architectures that have one
+        decode: Decode | None = None,  # for requests with stop strings
     ) -> None:
         if kv_on_update not in ("recompute", "keep"):
             raise ValueError(f"kv_on_update = {kv_on_update!r} is neither 'recompute' nor 'keep'")
@@ -65,7 +67,7 @@ class NativeEngine:
         self._max_seq_len = max_seq_len
         self._prefill_budget = prefill_budget
         self._recompute = kv_on_update == "recompute"
-        self._deterministic = deterministic
+        self._deterministic, self._decode = deterministic, decode
         short = functional and LlamaBody.fits(model)
         one_row = deterministic or max_slots == 1
         self._body: Body = LlamaBody(model, max_seq_len, device, one_row=one_row) if short else Modules(model)
@@ -101,6 +103,7 @@ class NativeEngine:
 
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
+        check_stop(request_id, sampling.stop, self._decode)
         if request_id in self._waiting or request_id in self._running:
             raise ValueError(f"request {request_id} is already in the engine")
         self._waiting[request_id] = Sequence(
@@ -335,23 +338,25 @@ class NativeEngine:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         sequence.versions.append(self.version)
-        reason = _reason(sequence)
+        reason = self._reason(sequence)
         if not reason:
             return []
         self._cache.remove(sequence)
         del self._running[sequence.request_id]
         return [(sequence.request_id, _completion(sequence, reason))]
 
+    def _reason(self, sequence: Sequence) -> str:
+        sampling = sequence.sampling
+        if sequence.tokens[-1] in sampling.stop_ids:
+            return "stop"
+        if sampling.stop and completes_stop(sequence.tokens[sequence.num_prompt :], sampling.stop, self._decode):
+            return "stop"
+        return "length" if len(sequence.logprobs) == sampling.max_tokens else ""
+
 
 def _largest_row(sequence: Sequence) -> int:
     """Tokens of the last row that it may come to need; those of its last token are never held."""
     return Cache.capacity(sequence.num_prompt + sequence.sampling.max_tokens - 1)
-
-
-def _reason(sequence: Sequence) -> str:
-    if sequence.tokens[-1] in sequence.sampling.stop_ids:
-        return "stop"
-    return "length" if len(sequence.logprobs) == sequence.sampling.max_tokens else ""
 
 
 def _completion(sequence: Sequence, reason: str) -> Completion:

@@ -31,6 +31,7 @@ from transformers import PretrainedConfig
 
 from spmd_rl.engine.default_group import as_default_group
 from spmd_rl.engine.sampling import check_request
+from spmd_rl.engine.stops import Decode, check_stop, completes_stop
 from spmd_rl.engine.weights import check_update, sampled_before
 from spmd_rl.model import kv_token_bytes
 from spmd_rl.types import Completion, Sampling
@@ -79,6 +80,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 class _Request:
     prompt: list[int]
     params: SamplingParams
+    stop: tuple[str, ...]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -108,6 +110,7 @@ class VllmEngine:
         max_seq_len: int,  # prompt and completion, in tokens
         kv_on_update: str = "recompute",  # "recompute" | "keep"
         kv_cache_bytes: int = 0,  # per rank; 0: room for max_slots sequences of max_seq_len
+        decode: Decode | None = None,  # for requests with stop strings
     ) -> None:
         check_installed()
         text = config.get_text_config()
@@ -115,7 +118,7 @@ class VllmEngine:
         self._specs, self._group, self._device = {spec.name: spec for spec in specs}, group, device
         self._local_rank = device.index or 0 if device.type == "cuda" else group.rank()
         self._vocab, self._tied = text.vocab_size, bool(config.tie_word_embeddings)
-        self._max_slots, self._max_seq_len = max_slots, max_seq_len
+        self._max_slots, self._max_seq_len, self._decode = max_slots, max_seq_len, decode
         self._recompute = kv_on_update == "recompute"
         self._waiting: OrderedDict[int, _Request] = OrderedDict()
         self._running: dict[int, _Request] = {}
@@ -160,11 +163,12 @@ class VllmEngine:
 
     def submit(self, request_id: int, prompt: np.ndarray, sampling: Sampling) -> None:
         check_request(request_id, prompt, sampling, vocab=self._vocab, max_seq_len=self._max_seq_len)
+        check_stop(request_id, sampling.stop, self._decode)
         if request_id in self._waiting or request_id in self._running:
             raise ValueError(f"request {request_id} is already in the engine")  # vLLM would mix the two
         if sampling.temperature > 2:
             raise ValueError(f"request {request_id}: temperature {sampling.temperature}, vLLM takes 2 at most")
-        self._waiting[request_id] = _Request(prompt.tolist(), self._params(sampling, logprobs=0))
+        self._waiting[request_id] = _Request(prompt.tolist(), self._params(sampling, logprobs=0), sampling.stop)
 
     def cancel(self, request_id: int) -> None:
         if request := self._waiting.pop(request_id, None):
@@ -296,6 +300,9 @@ class VllmEngine:
         request.logprobs += [entry[token].logprob for token, entry in zip(new.token_ids, new.logprobs, strict=True)]
         request.versions += [self.version] * len(new.token_ids)
         if not output.finished:
+            if completes_stop(request.tokens, request.stop, self._decode):
+                self._engine.abort_request([str(request_id)])
+                self._end(request_id, "stop")
             return
         spans = getattr(new, "weight_versions", [])  # vLLM's own record, from 0.32 on
         for span in spans:
@@ -304,8 +311,10 @@ class VllmEngine:
                     f"request {request_id}: vLLM says that version {span.version} sampled tokens {span.start} to "
                     f"{span.end}, we say {request.versions[span.start : span.end]}"
                 )
-        del self._running[request_id]
-        self._ended.append((request_id, request.completion(new.finish_reason)))
+        self._end(request_id, new.finish_reason)
+
+    def _end(self, request_id: int, reason: str) -> None:
+        self._ended.append((request_id, self._running.pop(request_id).completion(reason)))
 
 
 def _common_name(group: ProcessGroup) -> str:

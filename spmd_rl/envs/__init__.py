@@ -13,7 +13,7 @@ import itertools
 import pkgutil
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +36,8 @@ class Generate(Protocol):
         self,
         token_ids: np.ndarray,  # [N] int32, the whole context so far
         max_tokens: int | None = None,  # fewer new tokens than the run allows
+        *,
+        stop: Sequence[str] = (),  # texts that end the turn: the token that completes one is its last
     ) -> Completion: ...
 
 
@@ -51,9 +53,12 @@ class Environment(Protocol):
         ...
 
 
-async def take_turn(rollout: Rollout, generate: Generate, max_tokens: int | None = None) -> Completion:
-    """The model's next turn: what it samples after the rollout's tokens is added to them."""
-    completion = await generate(rollout.context, max_tokens)
+async def take_turn(
+    rollout: Rollout, generate: Generate, max_tokens: int | None = None, *, stop: Sequence[str] = ()
+) -> Completion:
+    """Sample the model's next turn after the rollout's tokens, and add it to them."""
+    more = {"stop": stop} if stop else {}
+    completion = await generate(rollout.context, max_tokens, **more)
     rollout.append(completion.token_ids, completion.logprobs, completion.versions)
     rollout.num_turns += 1
     rollout.finish_reason = completion.finish_reason

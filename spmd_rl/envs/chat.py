@@ -12,11 +12,11 @@ detected by that text: the conversation then goes on in a new segment, a context
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from spmd_rl.envs import Generate, take_turn
 from spmd_rl.tokenizer import Messages, Tokenizer
-from spmd_rl.types import NotRetried, Rollout, Task
+from spmd_rl.types import Completion, NotRetried, Rollout, Task
 
 REWRITES = ("segment", "refuse")
 
@@ -46,6 +46,7 @@ class Chat:
         self.variables = dict(variables or {})
         self._tokenizer, self._generate = tokenizer, generate
         self._refuse, self._rule = on_rewrite == "refuse", rule
+        self.completion: Completion | None = None  # the newest turn as it was sampled
         self._text = ""  # of the segment's tokens, less the last one if it is a stop token
         self._stop = ""  # the text of that stop token
 
@@ -58,11 +59,12 @@ class Chat:
         """A message of somebody else; several may follow each other."""
         self.messages.append({"role": role, "content": content})
 
-    async def reply(self, max_tokens: int | None = None) -> str:
+    async def reply(self, max_tokens: int | None = None, *, stop: Sequence[str] = ()) -> str:
         """Text of the model's next turn, without special tokens but those of the rule."""
         self._write_what_was_said()
         context = self.rollout.context
-        completion = await take_turn(self.rollout, self._generate, max_tokens)
+        completion = await take_turn(self.rollout, self._generate, max_tokens, stop=stop)
+        self.completion = completion
         ids, stop_ids = completion.token_ids, self._tokenizer.stop_ids
         stopped = completion.finish_reason == "stop" and len(ids) > 0 and int(ids[-1]) in stop_ids
         said = ids[:-1] if stopped else ids

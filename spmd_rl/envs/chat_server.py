@@ -4,8 +4,9 @@ Every request renders its messages in the model's chat template: what goes on fr
 them, anything else starts a new segment (or is refused, by option).  So the ids and log-probs that were sampled are
 what is trained, whatever the client does with the text; a tool call that it sends back is rendered as it was sampled.
 The requests of one episode are answered one after the other, with the run's own sampling settings; one whose client
-hangs up is given up.  A streamed reply comes in one piece.  Text only, one choice.  Knows nothing of rewards or of who
-asks.
+hangs up is given up.  A streamed reply comes in one piece.  Text only, one choice.  FIELDS says which fields of the API
+are used and which are ignored; all others are refused by name.  A reply that ends at a stop string is handed out up to
+it, and goes on as it was sampled.  Knows nothing of rewards or of who asks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,12 +26,39 @@ from jinja2.exceptions import TemplateError
 from spmd_rl.envs import Generate
 from spmd_rl.envs.chat import Chat
 from spmd_rl.tokenizer import Tokenizer
-from spmd_rl.types import NotRetried, Rollout, Task
+from spmd_rl.types import Completion, NotRetried, Rollout, Task
 
 T = TypeVar("T")
 LARGEST_BODY = 1 << 24  # bytes of a request
 REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)  # as Hermes and Qwen models write them
+_THOUGHT = re.compile(r".*</think>|<think>(?!.*</think>).*", re.DOTALL)  # its beginning may stand in the prompt
+
+
+class _Anything:
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+MODEL = "policy"
+USED = None
+IGNORED = _Anything()
+# Fields of the API: what is used, what is ignored because the run's own settings hold or because it asks for nothing,
+# and the values that ask for nothing of what is not offered.  Every other field or value is refused.
+FIELDS: Mapping[str, Container[Any] | None] = {
+    **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "stop", "stream", "tools", "logprobs"), USED),
+    **dict.fromkeys(("temperature", "top_p", "top_k", "seed"), IGNORED),  # [rollout] and [eval] of the config
+    **dict.fromkeys(("model", "user", "metadata", "store", "stream_options", "service_tier"), IGNORED),
+    **dict.fromkeys(("prompt_cache_key", "safety_identifier", "parallel_tool_calls"), IGNORED),
+    "n": (1,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+}
 
 
 class Refused(Exception):
@@ -48,6 +76,7 @@ class _Episode:
     requests: set[asyncio.Task] = field(default_factory=set)
     error: NotRetried | None = None  # that a request ended in
     calls: dict[str, str] = field(default_factory=dict)  # first tool call's id -> the reply as it was sampled
+    cut: dict[tuple[int, str], str] = field(default_factory=dict)  # place and text up to a stop string -> the same
 
 
 class ChatServer:
@@ -108,10 +137,16 @@ class ChatServer:
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
         status = 200
         try:
-            path, body = await _read(reader)
+            method, path, body = await _read(reader)
             secret, _, rest = path.removeprefix("/").partition("/")
-            if secret not in self._episodes or rest != "v1/chat/completions":
+            if secret not in self._episodes:
                 raise Refused(404, f"nothing at {rest!r}, or the episode has ended")
+            if (method, rest) == ("GET", "v1/models"):
+                return status, "application/json", json.dumps({"object": "list", "data": [_model()]}).encode()
+            if (method, rest) == ("GET", f"v1/models/{MODEL}"):
+                return status, "application/json", json.dumps(_model()).encode()
+            if (method, rest) != ("POST", "v1/chat/completions"):
+                raise Refused(404, f"nothing at {method} {rest!r}: POST v1/chat/completions and GET v1/models are here")
             answer = await _unless_gone(reader, self._complete(self._episodes[secret], body))
             if body.get("stream"):
                 return status, "text/event-stream", _streamed(answer)
@@ -126,37 +161,38 @@ class ChatServer:
         return status, "application/json", json.dumps(answer).encode()
 
     async def _complete(self, episode: _Episode, body: Mapping[str, Any]) -> dict[str, Any]:
+        asked = _Asked.of(body)
         chat, request = episode.chat, asyncio.current_task()
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        if not isinstance(limit, int | None):
-            raise Refused(400, f"max_tokens = {limit!r}: must be a whole number")
-        if (body.get("n") or 1) != 1:
-            raise Refused(400, f"n = {body['n']}: one choice a request")
         episode.requests.add(request)
         request.add_done_callback(episode.requests.discard)
         async with episode.lock:
-            chat.messages = [_plain(message, episode.calls) for message in body["messages"]]
-            chat.variables = {"tools": body.get("tools") or None}
+            chat.messages = [_plain(message, at, episode) for at, message in enumerate(body["messages"])]
+            chat.variables = {"tools": asked.tools or None}
             before = chat.rollout.num_trainable
             try:
-                text = await chat.reply(limit)
+                text = await chat.reply(asked.max_tokens, stop=asked.stop)
             except NotRetried as error:
                 episode.error = error
                 raise
             num_sampled, num_context = chat.rollout.num_trainable - before, len(chat.rollout.context)
-            content, calls = tool_calls(text) if chat.variables["tools"] else (text, [])
+            shown = before_stop(text, asked.stop)
+            content, calls = tool_calls(shown) if asked.tools else (shown, [])
+            sampled = str(chat.messages[-1]["content"])
             if calls:
-                episode.calls[calls[0]["id"]] = str(chat.messages[-1]["content"])
+                episode.calls[calls[0]["id"]] = sampled
+            if shown != text:
+                episode.cut[len(chat.messages) - 1, content] = sampled
         if chat.truncated and not num_sampled:  # in words that clients look for
             raise Refused(400, f"this model's maximum context length is reached by the {num_context} tokens so far")
         finish_reason = "length" if chat.truncated else "tool_calls" if calls else "stop"
         message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+        logprobs = {"content": self._logprobs(chat.completion)} if asked.logprobs else None
         return {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": body.get("model", "policy"),
-            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
+            "model": body.get("model", MODEL),
+            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": logprobs}],
             "usage": {
                 "prompt_tokens": num_context - num_sampled,
                 "completion_tokens": num_sampled,
@@ -164,11 +200,61 @@ class ChatServer:
             },
         }
 
+    def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:
+        """Of every sampled token, the stop token and what was cut off at a stop string among them."""
+        entries = []
+        for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+            text = self._tokenizer.decode([token_id], special=True)
+            entries.append({"token": text, "logprob": float(logprob), "bytes": list(text.encode()), "top_logprobs": []})
+        return entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What a request asks for, as far as it is offered; `of` raises Refused, naming the field, for anything else."""
+
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    tools: list[Any]
+    logprobs: bool
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> _Asked:
+        if unknown := body.keys() - FIELDS.keys():
+            raise Refused(400, f"{', '.join(sorted(unknown))}: not offered by this server")
+        for name, neutral in FIELDS.items():
+            if neutral is not USED and body.get(name) is not None and body[name] not in neutral:
+                raise Refused(400, f"{name} = {json.dumps(body[name])[:200]}: not offered by this server; leave it out")
+        limit = body.get("max_completion_tokens")
+        limit = body.get("max_tokens") if limit is None else limit
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise Refused(400, f"max_tokens = {limit!r}: must be a whole number of at least 1")
+        stop = body.get("stop") or []
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+            raise Refused(400, f"stop = {body['stop']!r}: must be a text or a list of texts")
+        tools = body.get("tools") or []
+        return cls(
+            max_tokens=limit,
+            stop=tuple(stop),
+            tools=[] if body.get("tool_choice") == "none" else tools,
+            logprobs=bool(body.get("logprobs")),
+        )
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Text up to the first stop string."""
+    return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
+
 
 def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """What a reply says beside its calls, and the calls in OpenAI's form; a call that is none leaves all of it text."""
+    """What a reply says beside its calls, and the calls in OpenAI's form; a call that is none leaves all of it text.
+
+    What stands in <think> … </think> is no call; nor is anything after a <think> that does not end.
+    """
+    thought = max((match.end() for match in _THOUGHT.finditer(text)), default=0)
     calls = []
-    for written in _CALL.findall(text):
+    for written in _CALL.findall(text, thought):
         try:
             call = json.loads(written)
             name, arguments = call["name"], call.get("arguments", {})
@@ -177,14 +263,14 @@ def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
         function = {"name": str(name), "arguments": arguments}
         calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
-    return (_CALL.sub("", text).strip(), calls) if calls else (text, calls)
+    return ((text[:thought] + _CALL.sub("", text[thought:])).strip(), calls) if calls else (text, calls)
 
 
-def _plain(message: Mapping[str, Any], sampled: Mapping[str, str]) -> dict[str, Any]:
-    """A message as templates take it: its content one text, and a call of the policy as it was sampled."""
+def _plain(message: Mapping[str, Any], at: int, episode: _Episode) -> dict[str, Any]:
+    """A message as templates take it: its content one text, and a reply of the policy as it was sampled."""
     calls = message.get("tool_calls") or []
-    if calls and calls[0].get("id") in sampled:
-        return {"role": "assistant", "content": sampled[calls[0]["id"]]}
+    if calls and calls[0].get("id") in episode.calls:
+        return {"role": "assistant", "content": episode.calls[calls[0]["id"]]}
     if calls:
         message = {**message, "tool_calls": [_with_object(call) for call in calls]}
     content = message.get("content") or ""
@@ -192,6 +278,8 @@ def _plain(message: Mapping[str, Any], sampled: Mapping[str, str]) -> dict[str, 
         if other := {part.get("type") for part in content} - {"text"}:
             raise Refused(400, f"a message with parts of type {', '.join(sorted(map(str, other)))}: only text")
         content = "".join(part["text"] for part in content)
+    if message.get("role") == "assistant":
+        content = episode.cut.get((at, content), content)
     return {**{key: value for key, value in message.items() if value is not None}, "content": content}
 
 
@@ -218,20 +306,26 @@ def _streamed(answer: Mapping[str, Any]) -> bytes:
     return "".join(f"data: {line}\n\n" for line in [*(json.dumps(common | p) for p in parts), "[DONE]"]).encode()
 
 
-async def _read(reader: asyncio.StreamReader) -> tuple[str, dict[str, Any]]:
-    """Path and JSON body of a POST."""
+async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, Any]]:
+    """Method and path of a request, and the JSON body of a POST."""
     method, path, _ = (await reader.readuntil(b"\r\n")).decode("latin-1").split(" ", 2)
     headers = {}
     while line := (await reader.readuntil(b"\r\n")).strip():
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.lower()] = value.strip()
+    if method != "POST":
+        return method, path, {}
     length = int(headers.get("content-length", 0))
-    if method != "POST" or not 0 < length <= LARGEST_BODY:
-        raise Refused(404 if method != "POST" else 400, f"{method} with {length} bytes")
+    if not 0 < length <= LARGEST_BODY:
+        raise Refused(400, f"{method} with {length} bytes")
     body = json.loads(await reader.readexactly(length))
     if not isinstance(body, dict):
         raise Refused(400, "the body is no JSON object")
-    return path, body
+    return method, path, body
+
+
+def _model() -> dict[str, object]:
+    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "spmd_rl"}
 
 
 async def _unless_gone(reader: asyncio.StreamReader, answer: Coroutine[Any, Any, T]) -> T:

@@ -15,6 +15,8 @@ from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Completion, Task
 from tests.says import CHATML, Says, trained_text, write_folder
 
+CALL = '<tool_call>{"name": "f"}</tool_call>'
+
 
 def tasks(seed, split):
     return (Task(env="", task_id=str(i)) for i in count())
@@ -119,8 +121,8 @@ def test_what_is_not_offered_is_refused_and_an_ended_episode_is_gone(tmp_path):
     assert [status for status, _ in answers] == [400, 400, 400, 400, 400, 404, 404]
     messages = [answer["error"]["message"] for _, answer in answers]
     assert messages[:3] == [
-        "n = 2: one choice a request",
-        "max_tokens = 512.0: must be a whole number",
+        "n = 2: not offered by this server; leave it out",
+        "max_tokens = 512.0: must be a whole number of at least 1",
         "a message with parts of type image_url: only text",
     ]
     assert rollout.num_turns == 0 and after[0] == 404
@@ -308,6 +310,12 @@ def test_a_context_that_is_used_up_ends_a_conversation_in_words_that_clients_kno
         ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
         ('<tool_call>["f"]</tool_call>', '<tool_call>["f"]</tool_call>', []),
         ("<tool_call>{}", "<tool_call>{}", []),
+        (f"<think>maybe {CALL} no</think>The answer is 4.", f"<think>maybe {CALL} no</think>The answer is 4.", []),
+        (f"maybe {CALL} no</think>The answer is 4.", f"maybe {CALL} no</think>The answer is 4.", []),
+        (f"<think>maybe {CALL} and then", f"<think>maybe {CALL} and then", []),
+        (f"<think>a</think>b<think>{CALL}", f"<think>a</think>b<think>{CALL}", []),
+        (f"<think>{CALL}</think>so {CALL}", f"<think>{CALL}</think>so", [("f", "{}")]),
+        (f"<think>a</think>{CALL}<think>b</think>", f"<think>a</think>{CALL}<think>b</think>", []),
     ],
 )
 def test_tool_calls_are_told_from_what_is_said_beside_them(text, content, called):
@@ -315,6 +323,124 @@ def test_tool_calls_are_told_from_what_is_said_beside_them(text, content, called
     assert said == content
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == called
     assert len({call["id"] for call in calls}) == len(calls)
+
+
+async def one_request(url, data):
+    data["answers"].append(await asyncio.to_thread(post, url, data["body"]))
+    return 1.0
+
+
+def ask(tmp_path, *turns, **body):
+    """Status and answer of one request, and the policy that was asked."""
+    tokenizer = Tokenizer(write_folder(tmp_path))
+    args = {"program": "tests.unit.test_endpoint:one_request", "tasks": "tests.unit.test_endpoint:tasks"}
+    env = envs.load("spmd_rl.envs.endpoint:Endpoint", tokenizer=tokenizer, args=args)
+    data = {"answers": [], "body": {"messages": [{"role": "user", "content": "go"}], **body}}
+    policy = Says(tokenizer, *turns)
+
+    async def main():
+        try:
+            await env.rollout(Task(env="", task_id="t", data=data), policy)
+        finally:
+            await env.close()
+
+    asyncio.run(main())
+    return (*data["answers"][0], policy)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+BY_NAME = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": BY_NAME}, "tool_choice"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": 7}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"functions": [{}]}, "functions"),
+        ({"max_token": 7}, "max_token"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(tmp_path, body, name):
+    status, answer, policy = ask(tmp_path, **body)
+    assert status == 400 and policy.asked == []
+    assert answer["error"]["message"].startswith(name)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "text"}, "tool_choice": "auto", "n": 1, "logit_bias": {}, "top_logprobs": 0},
+        {"temperature": 0.1, "top_p": 0.5, "seed": 1, "user": "me", "model": "any", "frequency_penalty": 0.0},
+        {"stop": None, "logprobs": False, "max_tokens": None, "tools": None, "tool_choice": None},
+        {"stop": []},
+    ],
+)
+def test_what_asks_for_nothing_else_is_answered(tmp_path, body):
+    status, answer, _ = ask(tmp_path, "hello<|end|>", **body)
+    assert status == 200 and answer["choices"][0]["message"] == {"role": "assistant", "content": "hello"}
+    assert answer["choices"][0]["logprobs"] is None
+
+
+def test_log_probs_are_those_that_were_sampled(tmp_path):
+    _, answer, _ = ask(tmp_path, "hello<|end|>", logprobs=True)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [(e["token"], e["logprob"], e["top_logprobs"]) for e in entries] == [
+        ("hello", -0.5, []),
+        ("<|end|>", -0.5, []),
+    ]
+
+
+def test_without_tools_to_choose_a_call_is_text(tmp_path):
+    _, answer, _ = ask(tmp_path, CALL + "<|end|>", tools=[TOOL], tool_choice="none")
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+
+
+async def stops_and_goes_on(url, data):
+    messages = [{"role": "user", "content": "go"}]
+    for stop in (["ll"], "z"):
+        _, answer = await asyncio.to_thread(post, url, {"messages": messages, "stop": stop})
+        data["answers"].append(answer["choices"][0])
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "on"}]
+    return 1.0
+
+
+def test_a_reply_is_handed_out_up_to_its_stop_string_and_goes_on_as_it_was_sampled(tmp_path):
+    tokenizer, policy, answers, rollout, _ = play(tmp_path, "stops_and_goes_on", "hell", "x<|end|>")
+    assert policy.stops == [("ll",), ("z",)]
+    assert [(a["message"]["content"], a["finish_reason"]) for a in answers] == [("he", "stop"), ("x", "stop")]
+    assert rollout.segments == []
+    assert trained_text(tokenizer, rollout) == "hellx<|end|>"
+    assert "hell<|end|>" in tokenizer.decode(rollout.token_ids, special=True)
+
+
+async def asks_for_models(url, data):
+    def get(path):
+        with urllib.request.urlopen(url + path, timeout=20.0) as response:
+            return json.load(response)
+
+    data["answers"] += [await asyncio.to_thread(get, path) for path in ("/models", "/models/policy")]
+    return 1.0
+
+
+def test_the_model_is_listed(tmp_path):
+    _, _, (models, model), _, _ = play(tmp_path, "asks_for_models")
+    assert models == {"object": "list", "data": [model]}
+    assert (model["id"], model["object"]) == ("policy", "model")
 
 
 def test_a_program_that_does_not_exist_is_said(tmp_path):

@@ -104,6 +104,7 @@ class Builds:
             max_slots=SLOTS,
             max_seq_len=MAX_SEQ_LEN,
             kv_on_update="keep" if kind == "keep" else "recompute",
+            decode=lambda token_ids: "".join(chr(ord("a") + i) for i in token_ids),
         )
         return self._engine
 
@@ -265,6 +266,24 @@ def test_stop_ids_are_the_only_stops(engine_that):
         assert done[request].finish_reason == "stop"
         assert done[request].token_ids.tolist() == tokens[:num]  # the stop token and its log-prob are kept
         np.testing.assert_array_equal(done[request].logprobs, free.logprobs[:num])
+
+
+def test_a_stop_string_ends_a_request_at_the_token_that_completes_it(engine_that):
+    engine = engine_that("recompute")
+    engine.load_weights(weights(0), 0)
+    hot = {"max_tokens": 60, "temperature": 2.0, "seed": 3}
+    engine.submit(0, prompt_of(9), Sampling(**hot))
+    free = finish(engine)[0]
+    text = "".join(chr(ord("a") + i) for i in free.token_ids)
+    stop = text[20:22]
+    size = text.index(stop) + 2
+    engine.submit(0, prompt_of(9), Sampling(**hot, stop=(stop,)))
+    engine.submit(1, prompt_of(9), Sampling(**hot))
+    done = finish(engine)
+    assert (done[0].finish_reason, done[1].finish_reason) == ("stop", "length")
+    np.testing.assert_array_equal(done[0].token_ids, free.token_ids[:size])
+    np.testing.assert_allclose(done[0].logprobs, free.logprobs[:size], atol=TOLERANCE)
+    np.testing.assert_array_equal(done[1].token_ids, free.token_ids)
 
 
 def test_cancelling_frees_a_slot_and_hands_back_the_tokens_so_far(engine_that):
