@@ -170,6 +170,11 @@ def all_complete(checkpoints: Path) -> list[tuple[int, Path]]:
     return [(v, folder) for v, folder in _folders(checkpoints) if (folder / MARKER).exists()]
 
 
+def version_of(folder: Path) -> int:
+    """Example: checkpoints/step_12 -> 12."""
+    return int(folder.name.removeprefix("step_"))
+
+
 def tidy(checkpoints: Path) -> None:
     """Put in place what was complete and not yet renamed, and remove what was never completed."""
     for folder in sorted(checkpoints.glob("step_*.tmp")):

@@ -1,7 +1,7 @@
 """`python -m spmd_rl export RUN_DIR [--step N] [--adapter] DIR`: a checkpoint's model as a Hugging Face folder.
 
 Reads the sharded checkpoint of any number of trainer ranks in one process on the CPU; configs, tokenizer and chat
-template come from the folder that the run started with.  What LoRA trained is merged, or alone in the form of PEFT.
+template come from the folder of the start that made it.  What LoRA trained is merged, or alone in the form of PEFT.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from spmd_rl import checkpoint
-from spmd_rl import config as config_module
+from spmd_rl import checkpoint, history
 from spmd_rl.folders import check_writable
 from spmd_rl.make_trainer import make_lora
 from spmd_rl.model import build
@@ -26,19 +25,19 @@ from spmd_rl.trainer.ranks import TrainerRanks
 def export(run: Path, folder: Path, step: int | None, dtype: str, *, adapter: bool = False) -> int:
     """Write `folder` from the checkpoint at version `step`, or the newest one; exit code 0."""
     run_dir = RunDir(run)
-    if not run_dir.config.is_file():
-        raise ValueError(f"{run}: not a run directory, it has no {run_dir.config.name}")
+    starts = history.starts(run_dir)
     if folder.exists():
         raise ValueError(f"{folder} exists already")
     check_writable(folder)
-    config = config_module.load(run_dir.config)
+    found = _find(run_dir.checkpoints, step)
+    start = history.start_of(starts, checkpoint.version_of(found) - 1)
+    config = history.config_of(run_dir, start)
     lora, cpu = make_lora(config), torch.device("cpu")
     if adapter and lora is None:
         raise ValueError(f"--adapter: {run} was trained without LoRA")
     source = Path(config.model.path)
     if not source.is_dir():
-        raise ValueError(f"model.path = {str(source)!r} of {run_dir.config}: no such folder from here")
-    found = _find(run_dir.checkpoints, step)
+        raise ValueError(f"model.path = {str(source)!r} of {run_dir.path / start.config}: no such folder from here")
     model = build(source, device=cpu, dtype=torch.float32, weights=lora is not None)
     if lora is None:
         model.to_empty(device=cpu).tie_weights()

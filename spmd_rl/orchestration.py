@@ -11,13 +11,15 @@ import gc
 import json
 import signal
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from spmd_rl import checkpoint, packing
+from spmd_rl import checkpoint, history, packing
 from spmd_rl.config import Config
+from spmd_rl.continuation import data_anew
 from spmd_rl.inference import InferenceRank, work_message
 from spmd_rl.liveness import Liveness
 from spmd_rl.model import hidden_size
@@ -47,6 +49,7 @@ async def run_orchestrator(
     version: int,
     restored: Path | None,
     tasks: Tasks,  # taken up to the checkpoint's cursor
+    facts: Mapping[str, object],  # that later starts depend on
 ) -> int:
     """Until the run is done (0) or stopped (128 + signal); raises when it fails."""
     loop = asyncio.get_running_loop()
@@ -137,19 +140,20 @@ async def run_orchestrator(
         recorder=recorder,
         report=report,
         decode=tokenizer.decode,
-        complete_checkpoint=partial(_complete, run_dir, config),
+        complete_checkpoint=partial(_complete, run_dir, config, facts),
         version=version,
         exact=config.model.dtype != "bfloat16" and all(place.name == "cpu" for place in world.places),
     )
 
     def summary(status: str) -> dict[str, object]:
         lengths, closed_s = orchestrator.path.mean_lengths(), orchestrator.gate.closed_s()
-        return report.summary(status, orchestrator.ledger.state(), lengths, closed_s)
+        numbers = report.summary(status, orchestrator.ledger.state(), lengths, closed_s)
+        return numbers | {"history": [asdict(start) for start in history.starts(run_dir)]}
 
     live.known = lambda: summary("failed")
     if restored:
         words, rollouts = checkpoint.load_orchestrator(restored)
-        orchestrator.restore(words, rollouts)
+        orchestrator.restore(words, rollouts, data_anew=data_anew(config, version, words["data_from"]))
 
     def receive(message: Message, rank: int) -> None:
         """An answer, from this rank or another."""
@@ -241,13 +245,14 @@ def _layout(world: World, config: Config) -> str:
 def _complete(
     run_dir: RunDir,
     config: Config,
+    facts: Mapping[str, object],
     version: int,
     words: Mapping[str, object],
     rollouts: list[Rollout],
     files: Mapping[str, list[int]],
 ) -> Path:
     """In a worker thread: add rank 0's half to the trainers', and make the checkpoint exist."""
-    words = {**words, "model": model_config(config)}
+    words = {**words, "model": model_config(config), "facts": facts}
     checkpoint.save_orchestrator(words, rollouts, checkpoint.aside(run_dir.checkpoints, version))
     folder = checkpoint.complete(run_dir.checkpoints, version, files)
     checkpoint.remove_old(run_dir.checkpoints, config.checkpoint.keep_last)

@@ -1,8 +1,9 @@
 """`replay RUN_DIR --step N`: the loss of logged batch N again, in one process, beside the one that the run logged.
 
 The weights of version N are those of the model folder (N = 0) or of a checkpoint; where neither is there, the batches
-from the newest one before N on are trained again.  The batch is cut as the run's trainer ranks cut it, so that every
-optimizer step sees the same rollouts.  Knows nothing of engines or the orchestrator.
+from the newest one before N on are trained again.  Each batch is trained with the config of the start that trained it,
+and cut as its trainer ranks cut it, so that every optimizer step sees the same rollouts.  Knows nothing of engines or
+the orchestrator.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from spmd_rl import batch_log, checkpoint, packing
-from spmd_rl import config as config_module
+from spmd_rl import batch_log, checkpoint, history, packing
+from spmd_rl.config import Config
+from spmd_rl.fingerprint import weights_digest
 from spmd_rl.make_trainer import make_trainer
 from spmd_rl.model import hidden_size
 from spmd_rl.run_dir import RunDir
@@ -26,30 +28,50 @@ from spmd_rl.trainer.trainer import Trainer
 def replay(folder: Path, step: int) -> int:
     """Print what came out; 0 if it could be computed, whatever it was.  ValueError where the run does not have it."""
     run_dir = RunDir(folder.absolute())
-    if not run_dir.config.exists():
-        raise ValueError(f"{folder}: no config.toml, so not a run directory")
+    starts = history.starts(run_dir)
     batch = run_dir.batches / f"step_{step}.safetensors"
     if not batch.exists():
         have = sorted(int(p.stem.removeprefix("step_")) for p in run_dir.batches.glob("step_*.safetensors"))
         raise ValueError(f"{batch}: no such batch; logged are {have[0]} … {have[-1]}" if have else f"{batch}: none")
-    config = config_module.load(run_dir.config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = make_trainer(config, device=device)
     version, restored = newest_until(run_dir.checkpoints, step)
-    if restored is not None:
+    start, trainer = None, None
+    for index in range(version, step + 1):
+        if (now := history.start_of(starts, index)) is not start:
+            start, config = now, history.config_of(run_dir, now)
+            check_weights(config, start, version)
+            origin = "trained again" if trainer else restored or config.model.path
+            trainer = _continued(config, trainer, restored)
+            print(f"version {index} from {origin}, with {start.config}", flush=True)
+            num, width = config.split.num_shares, hidden_size(config.model.path)
+        started = time.monotonic()
+        logs = batch_log.read(run_dir.batches, index)
+        shares = packing.shares(logs, num, width=width, share_prefix=config.trainer.share_prefix)
+        metrics = train_again(trainer, shares, index)
+        print(f"batch {index}  {compared(metrics, logged(run_dir, index + 1))}  {time.monotonic() - started:.1f} s")
+    return 0
+
+
+def _continued(config: Config, before: Trainer | None, restored: Path | None) -> Trainer:
+    """With these settings, where the trainer before or the checkpoint ends."""
+    trainer = make_trainer(config, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if before is not None:
+        trainer.load_state_dict(before.state_dict())
+    elif restored is not None:
         checkpoint.verify(restored)
         state = trainer.state_dict()
         checkpoint.load_trainer(state, restored / "trainer", None)
         trainer.load_state_dict(state)
-    print(f"version {version} from {restored or config.model.path}", flush=True)
-    num, width, share_prefix = config.split.num_shares, hidden_size(config.model.path), config.trainer.share_prefix
-    for index in range(version, step + 1):
-        started = time.monotonic()
-        logs = batch_log.read(run_dir.batches, index)
-        shares = packing.shares(logs, num, width=width, share_prefix=share_prefix)
-        metrics = train_again(trainer, shares, index)
-        print(f"batch {index}  {compared(metrics, logged(run_dir, index + 1))}  {time.monotonic() - started:.1f} s")
-    return 0
+    return trainer
+
+
+def check_weights(config: Config, start: history.Start, version: int) -> None:
+    """ValueError where model.path no longer holds what the start was trained from, or compared with."""
+    if (version == 0 or config.trainer.kl_coefficient or config.lora.rank) and (
+        weights_digest(Path(config.model.path)) != start.weights
+    ):
+        raise ValueError(
+            f"model.path = {config.model.path!r} of {start.config} holds other weights than it did then: put those back"
+        )
 
 
 def newest_until(checkpoints: Path, version: int) -> tuple[int, Path | None]:

@@ -1,21 +1,24 @@
 """What a run starts from: a fresh directory, or the newest complete checkpoint of its own.
 
 Never a fresh start where a checkpoint was meant: one that is damaged, foreign or does not fit the config is refused
-with its path and the reason (ValueError).  Knows nothing of how state is put back.
+with its path and the reason (ValueError).  A run that left no checkpoint is begun anew beside what it left.  Knows
+nothing of how state is put back.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
-from spmd_rl import checkpoint
+from spmd_rl import checkpoint, continuation, history
 from spmd_rl.config import Config
 from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.state import from_json
 from spmd_rl.run_dir import RunDir
+from spmd_rl.task_stream import TaskStream
 
 ANY_VALUE = {"transformers_version", "dtype", "torch_dtype", "_name_or_path"}  # of a model's config
 
@@ -25,15 +28,16 @@ def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple
 
     `restarted`: the launcher brought the world back by itself, so a used directory is no mistake.
     """
+    if run_dir.used or run_dir.history.exists():
+        history.starts(run_dir)
     checkpoint.tidy(run_dir.checkpoints)
     newest = checkpoint.newest(run_dir.checkpoints)
     if config.run.resume == "never" and run_dir.used and not restarted:
         raise ValueError(f"run.dir = {run_dir.path} holds a run already: choose another, or resume = auto")
     if config.run.resume == "must" and newest is None and not restarted:
         raise ValueError(f"nothing to resume: no complete checkpoint in {run_dir.checkpoints}")
-    if newest is None and run_dir.used and not restarted:
-        raise ValueError(f"run.dir = {run_dir.path} holds a run without a complete checkpoint: choose another")
     if newest is None:
+        continuation.data_anew(config, 0, 0)
         return 0, None
     version, folder = newest
     try:
@@ -46,6 +50,29 @@ def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple
     if version >= config.run.steps and _ended(run_dir, config, version, folder):
         raise ValueError(f"{folder} is at version {version}, run.steps = {config.run.steps}: nothing is left to train")
     return version, folder
+
+
+def go_on(
+    folder: Path, config: Config, tasks: TaskStream, here: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
+    """Put the tasks behind those that were drawn; what is recorded from here on, and what is other and no harm.
+
+    ValueError where something that the checkpoint depends on is other now, with its name and the next step.
+    """
+    words, _ = checkpoint.load_orchestrator(folder)
+    version = words["path"]["version"]
+    anew = continuation.data_anew(config, version, words["data_from"])
+    try:
+        lines = continuation.compare(words["facts"], here, config, version=version, anew=anew)
+        if anew:
+            drawn = words["tasks"]["cursor"]
+            lines.append(f"data.restart_at = {version}: the data start at 0, {drawn} tasks were drawn before")
+        else:
+            with continuation.data_named(version):
+                tasks.restore(words["tasks"])
+    except ValueError as error:
+        raise ValueError(f"cannot resume from {folder}: {error}") from error
+    return {**here, continuation.WEIGHTS: words["facts"][continuation.WEIGHTS]}, lines
 
 
 def _ended(run_dir: RunDir, config: Config, version: int, folder: Path) -> bool:
@@ -62,7 +89,6 @@ def check_fits(folder: Path, config: Config) -> None:
         state = from_json(words["path"], rollouts)
         counts = [state.version, state.next_ticket, state.next_group, words["tasks"]["cursor"]]
         sizes = {len(group.rollouts) for group in state.groups} | {work.size for work in state.unfinished}
-        envs = {work.task.env for work in state.unfinished}
         formed = {len(batch.rollouts) for batch in state.batches}
         indices = [batch.index for batch in state.batches]
         weights = words.get("weights", {"layout": "", "checksums": []})
@@ -72,6 +98,12 @@ def check_fits(folder: Path, config: Config) -> None:
         running = sum(work.size for work in state.unfinished)
         fits = len(held) == len(set(held)) and max(held, default=-1) < state.next_ticket
         fits &= math.isfinite(words.get("admission_limit", 0.0))
+        drawn = [source["drawn"] for source in words["tasks"]["sources"].values()]
+        fits &= sum(drawn) == words["tasks"]["cursor"] and min(drawn, default=0) >= 0
+        data_from = words["data_from"]
+        counts += [data_from, *drawn]
+        facts = words["facts"]
+        whole &= isinstance(facts, dict) and {continuation.WEIGHTS, continuation.EVALUATED} < facts.keys()
         ledger = Ledger()
         ledger.restore(state.ledger)
         ledger.assert_closed(in_flight=running, waiting=len(held) - running)
@@ -89,6 +121,7 @@ def check_fits(folder: Path, config: Config) -> None:
         raise ValueError(f"{folder}: its weights were {weights}")
     if sorted(indices) != list(range(state.version, state.version + len(indices))):
         raise ValueError(f"{folder}: holds batches {indices} at version {state.version}")
+    continuation.data_anew(config, state.version, data_from)
     here = model_config(config)
     for key in sorted(there.keys() | here.keys() - ANY_VALUE):
         if there.get(key) != here.get(key):
@@ -97,8 +130,6 @@ def check_fits(folder: Path, config: Config) -> None:
     for name, found, wanted in (("group", sizes, rollout.group_size), ("batch", formed, rollout.batch_size)):
         if other := found - {wanted}:
             raise ValueError(f"{folder} holds a {name} of {min(other)} rollouts, rollout.{name}_size = {wanted}")
-    if unknown := envs - config.env.keys():
-        raise ValueError(f"{folder} holds unfinished tasks of env {min(unknown)!r}, which the config lacks")
 
 
 def model_config(config: Config) -> dict[str, object]:

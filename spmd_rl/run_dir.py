@@ -1,7 +1,7 @@
 """The run directory: where everything that a run leaves behind lies.
 
-    config.toml  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  adapter/  summary.json
-    curve.png  abandoned/  weights/
+    run.json  config.toml  configs/  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  adapter/
+    summary.json  curve.png  abandoned/  weights/
 
 Knows the names and what a resume moves aside; not what is in the files.
 """
@@ -24,6 +24,10 @@ class RunDir:
     """Paths below one run directory."""
 
     path: Path
+
+    @property
+    def history(self) -> Path:
+        return self.path / "run.json"
 
     @property
     def config(self) -> Path:
@@ -99,16 +103,18 @@ class RunDir:
     @property
     def used(self) -> bool:
         """A run has started here before."""
-        return self.metrics.exists()
+        return self.metrics.exists() or any(self.checkpoints.glob("step_*"))
 
-    def abandon_after(self, version: int) -> None:
+    def abandon_after(self, version: int) -> Path | None:
         """Move what lies beyond `version` to abandoned/<n>/: it is about to be made again under the same numbers.
 
-        -1: everything, version 0 being that of the first evaluation.
+        -1: everything, version 0 being that of the first evaluation.  Where it lies now; None: there was nothing.
         """
         aside = self.path / "abandoned" / str(len(list(self.path.glob("abandoned/*"))))
         late = [p for p in self.batches.iterdir() if _number(p) >= version]
         late += [p for p in self.evals.iterdir() if _number(p) > version]
+        if version < 0:
+            late += [p for p in (self.model, self.adapter, self.summary, self.curve) if p.exists()]
         try:
             lines = self.metrics.read_text("utf-8").splitlines(keepends=True) if self.metrics.exists() else []
             whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
@@ -116,12 +122,13 @@ class RunDir:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.metrics}: not the metrics of a run: {error}") from error
         if not late and len(kept) == len(lines):
-            return
+            return None
         aside.mkdir(parents=True)
         for path in late:
             path.rename(aside / path.name)
         (aside / "metrics.jsonl").write_text("".join(lines))
         write_whole(self.metrics, "".join(kept))
+        return aside
 
 
 def _number(path: Path) -> int:

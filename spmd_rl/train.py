@@ -16,14 +16,14 @@ import pkgutil
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from spmd_rl import checkpoint, disk
 from spmd_rl import config as config_module
+from spmd_rl import continuation, disk, history
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine, check_lengths, device_bytes, memory_warnings
 from spmd_rl.guard import die_with_parent
@@ -32,7 +32,7 @@ from spmd_rl.liveness import Failure, Liveness
 from spmd_rl.make_trainer import check_model
 from spmd_rl.member import run_member
 from spmd_rl.orchestration import run_orchestrator
-from spmd_rl.resume import starting_point
+from spmd_rl.resume import go_on, starting_point
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tasks import Tasks, make_tasks
@@ -63,6 +63,7 @@ class Start:
     version: int  # that the trainers start with
     restored: Path | None  # checkpoint to go on from
     tasks: Tasks | None = None  # the leading rank's
+    facts: Mapping[str, object] | None = None  # the leading rank's: what later starts depend on
 
 
 def train(config: Config, name: str) -> None:
@@ -116,7 +117,9 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
     run_dir = RunDir(start.run_dir)
     match world.role:
         case "inference" if world.leads:
-            life = run_orchestrator(world, config, run_dir, live, signals, start.version, start.restored, start.tasks)
+            life = run_orchestrator(
+                world, config, run_dir, live, signals, start.version, start.restored, start.tasks, start.facts
+            )
             world.store.set("exit code", str(_turn(life, live)))
         case "inference":
             _turn(run_inference(world, config, run_dir, live, signals), live)
@@ -167,24 +170,30 @@ def _prepare(world: World, config: Config, name: str) -> Start:
         if not world.restarted:
             raise
     version, restored = starting_point(run_dir, config, restarted=world.restarted)
+    facts = continuation.facts(config, tasks.eval)
+    others: list[str] = []
     if restored:
-        words, _ = checkpoint.load_orchestrator(restored)
-        tasks.train.restore(words["tasks"])  # ValueError where what was drawn is other now
+        facts, others = go_on(restored, config, tasks.train, facts)
     run_dir.create()
     disk.check_room(model, run_dir.path, **config.on_disk)
-    run_dir.abandon_after(version if restored else -1)
-    write_whole(run_dir.config, config_module.dump(config))
+    aside = run_dir.abandon_after(version if restored else -1)
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    begun = history.add(run_dir, config, version=version, time=began, weights=facts[continuation.WEIGHTS])
     print(config_module.dump(config))
     print(f"run directory {run_dir.path}")
     print(world.describe())
     for line in config_module.limits(config):
         print(line)
     if restored:
-        print(f"resuming from {restored}")
+        print(f"resuming from {restored}; changed: {'; '.join(begun.changed) or 'no setting'}")
+        for line in others:
+            print(line)
+    elif aside:
+        print(f"the run before left no complete checkpoint: it lies in {aside} now, and this one begins at version 0")
     for line in config_module.warnings(config) + memory_warnings(config, world.device, device_bytes(world.device)):
         print(f"warning: {line}")
     sys.stdout.flush()
-    return Start(run_dir=run_dir.path, version=version, restored=restored, tasks=tasks)
+    return Start(run_dir=run_dir.path, version=version, restored=restored, tasks=tasks, facts=facts)
 
 
 def _named_once(world: World, name: str) -> str:

@@ -63,6 +63,7 @@ AT_LEAST = {
     "rollout.max_retries": 0,
     "data.min_solve_rate": 0,
     "data.revisit": 0.001,
+    "data.restart_at": -1,
     "staleness.max_staleness": 0,
     "staleness.window": 1,
     "staleness.max_age": -1,

@@ -109,6 +109,9 @@ class Data:
     """tasks solved more often than this are passed over; 1: off"""
     revisit: float = 0.1
     """share of the tasks passed over that are run all the same, to see whether their solve rate has changed"""
+    restart_at: int = -1
+    """version of the checkpoint at which the data start again at 0, on purpose: a resume there may bring other rows,
+    seed, weights of environments or chat template, and what was unfinished is of the new data; -1: the data go on"""
 
 
 @SETTINGS
@@ -311,8 +314,8 @@ class Eval:
 class Checkpoint:
     """What a resume starts from."""
 
-    every: int = 0
-    """steps between two checkpoints; 0: only at the end"""
+    every: int = 20
+    """steps between two checkpoints of 12 bytes a parameter each: what a crash loses at most; 0: only at the end"""
     keep_last: int = 2
     """checkpoints kept; older ones are removed"""
 

@@ -15,7 +15,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -101,6 +101,7 @@ class Orchestrator:
         self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
         self._complete_checkpoint, self._exact = complete_checkpoint, exact
         self._first_version, self._last_version = version, config.run.steps
+        self._data_from = 0  # version at which the data started
 
         self.policy = Policy(version)
         self.pool = EnginePool(engines=links.engines, work=links.work, cancel=links.cancel)
@@ -200,13 +201,27 @@ class Orchestrator:
 
     # ---- from outside
 
-    def restore(self, words: Mapping[str, object], rollouts: Sequence[Rollout]) -> None:
-        """Go on from a checkpoint's orchestrator half.  ValueError when it does not fit this run."""
-        self.path.restore(saved_state.from_json(words["path"], rollouts))
-        self._tasks.restore(words["tasks"])
+    def restore(self, words: Mapping[str, object], rollouts: Sequence[Rollout], *, data_anew: bool = False) -> None:
+        """Go on from a checkpoint's orchestrator half.  ValueError when it does not fit this run.
+
+        data_anew: the data start at 0.  What was admitted and not finished is then of the new data too, under its
+        tickets, and no solve rate is known.
+        """
+        state = saved_state.from_json(words["path"], rollouts)
+        if data_anew:
+            tasks = list(itertools.islice(self._tasks, len(state.unfinished)))
+            if len(tasks) < len(state.unfinished):
+                raise ValueError(f"the new data have {len(tasks)} tasks, {len(state.unfinished)} groups are unfinished")
+            state = replace(
+                state, unfinished=[replace(w, task=t) for w, t in zip(state.unfinished, tasks, strict=True)]
+            )
+        else:
+            self._tasks.restore(words["tasks"])
+            self._difficulty.restore(words.get("difficulty", ()))
+        self._data_from = self._first_version if data_anew else words["data_from"]
+        self.path.restore(state)
         if self._adaptive is not None:
             self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))
-        self._difficulty.restore(words.get("difficulty", ()))
         self.ledger.close_tokens()
         self._admitted_until = {self._first_version: self.ledger.admitted}
         self.weights.restore(words.get("weights"))
@@ -537,6 +552,7 @@ class Orchestrator:
         words: dict[str, object] = {
             "path": path,
             "tasks": self._tasks.state(),
+            "data_from": self._data_from,
             "difficulty": self._difficulty.state(),
             "weights": self.weights.state,
         }

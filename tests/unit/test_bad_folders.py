@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmd_rl import config, tiny_model
+from spmd_rl import config, history, tiny_model
 from spmd_rl.evaluate import evaluate
 from spmd_rl.export import export
 from spmd_rl.make_trainer import check_model
 from spmd_rl.model import build, check_weights
 from spmd_rl.model_files import stored_tensors
+from spmd_rl.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 
@@ -234,11 +235,11 @@ def test_an_evaluation_that_cannot_be_written_is_not_begun(whole, tmp_path, out,
 
 def test_what_cannot_be_exported_is_said(whole, tmp_path):
     run = tmp_path / "run"
-    with pytest.raises(ValueError, match=r"not a run directory, it has no config\.toml"):
+    with pytest.raises(ValueError, match=r"is no run directory that this version can read: it has no run\.json"):
         export(run, tmp_path / "out", None, "bfloat16")
     run.mkdir()
     loaded = config.load(ROOT / "configs" / "tiny_cpu.toml", [f"model.path={whole}"])
-    (run / "config.toml").write_text(config.dump(loaded))
+    history.add(RunDir(run), loaded, version=0, time="2026-01-01T00:00:00Z", weights="")
     for folder, message in (
         (tmp_path / "out", "no complete checkpoint in"),
         (run, "exists already"),

@@ -17,7 +17,6 @@ LAYERS = [
         "buffers",
         "folders",
         "run_dir",
-        "fingerprint",
         "gguf",
         "model_files",
         "disk",
@@ -25,8 +24,8 @@ LAYERS = [
         "sandbox",
     },
     {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
-    | {"attention", "logprobs", "workers", "data", "math_reward", "code_reward"},
-    {"judge", "model"},
+    | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"},
+    {"judge", "model", "history", "continuation"},
     {"envs", "weights"},
     {"tiny_model", "smollm2"},
     {

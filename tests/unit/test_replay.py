@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_rl import batch_log, packing, tiny_model
+from spmd_rl import batch_log, fingerprint, history, packing, tiny_model
 from spmd_rl import config as config_module
 from spmd_rl.cli import main
 from spmd_rl.make_trainer import make_trainer
@@ -15,6 +15,11 @@ from spmd_rl.types import Batch
 from tests.unit.test_trainer import CPU, rollout
 
 STEPS, RANKS = 3, 2
+
+
+def add_start(run_dir: RunDir, config: config_module.Config, version: int = 0) -> None:
+    weights = fingerprint.weights_digest(Path(config.model.path))
+    history.add(run_dir, config, version=version, time="2026-01-01T00:00:00Z", weights=weights)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     )
     run_dir = RunDir(root / "run")
     run_dir.create()
-    run_dir.config.write_text(config_module.dump(config))
+    add_start(run_dir, config)
     trainer = make_trainer(config, device=CPU)
     for n in range(STEPS):
         rollouts = [rollout(10 * n + i, 2 + i, 5 + 3 * i, version=n) for i in range(8)]
@@ -60,8 +65,8 @@ def test_any_logged_batch_comes_to_the_logged_loss(run_dir: RunDir, capsys: pyte
 def test_a_changed_batch_shows(run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = RunDir(tmp_path / "run")
     other.create()
-    for name in ("config", "metrics"):
-        getattr(other, name).write_text(getattr(run_dir, name).read_text())
+    add_start(other, config_module.load(run_dir.config))
+    other.metrics.write_text(run_dir.metrics.read_text())
     packed = batch_log.read(run_dir.batches, 0)
     packing.save(dataclasses.replace(packed, advantage=2 * packed.advantage), other.batches / "step_0.safetensors")
     replay(other.path, 0)
@@ -77,7 +82,7 @@ def test_members_that_are_not_usable_stay_so_in_the_log(run_dir: RunDir) -> None
 def test_what_is_not_there_is_said(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"step_7.safetensors: no such batch; logged are 0 … 2"):
         replay(run_dir.path, 7)
-    with pytest.raises(ValueError, match="not a run directory"):
+    with pytest.raises(ValueError, match="is no run directory"):
         replay(tmp_path, 0)
 
 
