@@ -39,7 +39,7 @@ def replay(folder: Path, step: int) -> int:
         if (now := history.start_of(starts, index)) is not start:
             start, config = now, history.config_of(run_dir, now)
             check_weights(config, start, version)
-            origin = "trained again" if trainer else restored or config.model.path
+            origin = "the batches before" if trainer else restored or config.model.path
             trainer = _continued(config, trainer, restored)
             print(f"version {index} from {origin}, with {start.config}", flush=True)
             num, width = config.split.num_shares, hidden_size(config.model.path)
