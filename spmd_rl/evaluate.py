@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from spmd_rl.orchestrator.report import eval_texts, eval_values
 from spmd_rl.run_dir import write_whole
 from spmd_rl.tasks import eval_tasks, load_environments
 from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.types import FailedAttempt
+from spmd_rl.user_code import escaped
 from spmd_rl.world import alone
 
 CLOSE_S = 60.0
@@ -72,7 +75,16 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
         version=lambda: 0,
         solved_at=config.eval.solved_at,
     )
-    episodes = make_episodes(config, tokenizer, thread, runner.ended)
+    kinds: set[str] = set()
+
+    def failed(attempt: FailedAttempt) -> None:
+        """The first of each kind is told."""
+        if attempt.kind not in kinds:
+            kinds.add(attempt.kind)
+            task = f"{attempt.env}, task {escaped(attempt.task_id)}"
+            print(f"{task}: {attempt.kind}: {attempt.error} ({attempt.place})", file=sys.stderr)
+
+    episodes = make_episodes(config, tokenizer, thread, runner.ended, failed)
     thread.start()
     evaluation = asyncio.create_task(runner.run("eval", concurrent=config.staleness.max_concurrent))
     await asyncio.wait({evaluation, failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,9 +100,14 @@ def table(report: EvalReport) -> list[str]:
     """A line for each environment."""
     lines = []
     for name, env in report.envs.items():
-        passed = "  ".join(f"pass@{k} {value:.3f}" for k, value in env.pass_at.items())
+        passed = "  ".join(f"pass@{k} {_number(value)}" for k, value in env.pass_at.items())
         lines.append(
-            f"{name}: reward {env.reward:.3f}  avg@{env.samples} {env.solved:.3f}  {passed}  length {env.length:.1f}  "
-            f"truncated {100 * env.truncated:.0f}%  failed {100 * env.failed:.0f}%  ({env.num_tasks} tasks)"
+            f"{name}: reward {_number(env.reward)}  avg@{env.samples} {_number(env.solved)}  {passed}  length "
+            f"{_number(env.length, '.1f')}  truncated {_number(env.truncated, '.0%')}  "
+            f"{env.unmeasured or 'failed 0'}  ({env.num_tasks} tasks)"
         )
     return lines
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)

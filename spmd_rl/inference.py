@@ -21,11 +21,12 @@ from spmd_rl.engine_thread import EngineThread
 from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
+from spmd_rl.model import vocab_size
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
-from spmd_rl.types import GroupWork, Rollout, Sampling, Task
+from spmd_rl.types import FailedAttempt, GroupWork, Rollout, Sampling, Task
 from spmd_rl.weights.disk import DiskReceiver
 from spmd_rl.weights.wire import Fetch
 from spmd_rl.world import World
@@ -55,7 +56,13 @@ class InferenceRank:
             on_update="continue" if config.staleness.on_update == "drain" else config.staleness.on_update,
             progress=lambda doing: live.progress(doing, thread="engine"),
         )
-        self._episodes = make_episodes(config, tokenizer, self._engine, self._finished)
+        self._episodes = make_episodes(
+            config,
+            tokenizer,
+            self._engine,
+            self._finished,
+            lambda attempt: send(Message(Kind.FAILED, asdict(attempt))),
+        )
         self._engine.start()
         self._receiver = make_receiver(
             world, config, run_dir, specs=specs, deliver=self._weights_arrived, failed=live.failed
@@ -131,7 +138,11 @@ class InferenceRank:
 
 
 def make_episodes(
-    config: Config, tokenizer: Tokenizer, engine: EngineThread, finished: Callable[[Rollout], None]
+    config: Config,
+    tokenizer: Tokenizer,
+    engine: EngineThread,
+    finished: Callable[[Rollout], None],
+    failed: Callable[[FailedAttempt], None],
 ) -> Episodes:
     """Episodes of the run's environments with the run's sampling."""
     rollout = config.rollout
@@ -153,6 +164,9 @@ def make_episodes(
         seed=config.run.seed,
         max_retries=rollout.max_retries,
         finished=finished,
+        failed=failed,
+        decode=tokenizer.decode,
+        vocab_size=vocab_size(config.model.path),
     )
 
 

@@ -1,7 +1,7 @@
 """Where every rollout and every sampled token went, in two equations.
 
-    rollouts:  admitted  = trained + filtered + dropped + failed + left over + waiting + in flight
-    tokens:    generated = trained + filtered + dropped + failed + left over + wasted  + waiting
+    rollouts:  admitted  = trained + filtered + dropped + failed + skipped + left over + waiting + in flight
+    tokens:    generated = trained + filtered + dropped + failed + skipped + left over + wasted  + waiting
 
 Rollouts `in flight` are admitted and not yet settled, `waiting` are settled and not yet trained: both are counted by
 others, which is what makes the first equation a check.  Tokens of an ended episode are `waiting` until it is settled
@@ -13,7 +13,7 @@ Knows nothing of rollouts, groups or engines.
 
 from __future__ import annotations
 
-OUTCOMES = ("trained", "filtered", "dropped", "failed", "left_over")
+OUTCOMES = ("trained", "filtered", "dropped", "failed", "skipped", "left_over")
 
 
 class Ledger:
@@ -99,7 +99,7 @@ class Ledger:
     def restore(self, state: dict[str, object]) -> None:
         for name in self.state():
             value = state[name]
-            setattr(self, name, dict(value) if isinstance(value, dict) else value)
+            setattr(self, name, {**getattr(self, name), **value} if isinstance(value, dict) else value)
 
 
 def _sum(parts: dict[str, int]) -> str:

@@ -53,6 +53,11 @@ def hidden_size(folder: str | Path) -> int:
     return load_config(folder).get_text_config().hidden_size
 
 
+def vocab_size(folder: str | Path) -> int:
+    """Token ids that the model in a folder has an embedding of: 0 to one less."""
+    return load_config(folder).get_text_config().vocab_size
+
+
 def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     """Layers, key heads, width of a head."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

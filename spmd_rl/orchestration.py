@@ -36,7 +36,7 @@ from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tasks import Tasks
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
-from spmd_rl.types import GroupWork, Rollout
+from spmd_rl.types import FailedAttempt, GroupWork, Rollout
 from spmd_rl.world import World
 
 
@@ -164,6 +164,8 @@ async def run_orchestrator(
             case Kind.ROLLOUT:
                 (rollout,) = packing.unpack(packing.from_arrays(message.arrays, words["words"]))
                 orchestrator.rollout_ended(rollout)
+            case Kind.FAILED:
+                orchestrator.attempt_failed(FailedAttempt(**words))
             case Kind.STEP:
                 orchestrator.stepped(rank, words["version"], words["metrics"])
             case Kind.SENT:

@@ -19,8 +19,9 @@ def plot_run(metrics: Path, picture: Path, *, bound: int | None) -> None:
     FigureCanvasAgg(figure)
     reward, age, time = figure.subplots(1, 3)
     versions = [step["version"] for step in steps]
-    reward.plot(versions, [step["reward"] for step in steps], color="tab:green")
-    reward.set(title="reward, mean of the sampled", ylim=(min(0.0, *(step["reward"] for step in steps)), None))
+    measured = [(step["version"], step["reward"]) for step in steps if step["reward"] is not None]
+    reward.plot(*zip(*measured, strict=True), color="tab:green") if measured else None
+    reward.set(title="reward, mean of the sampled", ylim=(min([0.0, *(value for _, value in measured)]), None))
     age.fill_between(versions, [step["age/rollout_max"] for step in steps], step="mid", alpha=0.25, label="max")
     age.plot(versions, [step["age/rollout_mean"] for step in steps], label="mean")
     if bound is not None:

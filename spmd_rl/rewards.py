@@ -12,6 +12,10 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 
+import numpy as np
+
+from spmd_rl.user_code import shown
+
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
 _NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:\.\d+)?", re.ASCII)
 
@@ -69,15 +73,30 @@ def weighted_sum(parts: Mapping[str, float | None], weights: Mapping[str, float]
     """The reward of named parts; weights default to 1, and a part that is None adds nothing."""
     apply = applicable(parts)
     if not apply:
-        raise ValueError(f"no part of the reward applies: {dict(parts)}")
-    for name, value in apply.items():
-        if math.isnan(value):
-            raise ValueError(f"reward part {name!r} is NaN")
-        if weights is not None and name not in weights:
-            raise ValueError(f"reward part {name!r} has no weight; weights: {dict(weights)}")
-    return sum(value * (1.0 if weights is None else weights[name]) for name, value in apply.items())
+        raise ValueError(f"no part of the reward applies: {shown(parts)}")
+    if weights is not None and (missing := [name for name in apply if name not in weights]):
+        raise ValueError(f"reward part {missing[0]!r} has no weight; weights: {dict(weights)}")
+    factors = {name: 1.0 if weights is None else number(weights[name], f"weight of {name!r}") for name in apply}
+    return number(sum(value * factors[name] for name, value in apply.items()), "sum of the reward's parts")
 
 
 def applicable(parts: Mapping[str, float | None]) -> dict[str, float]:
     """The parts that apply, as floats: what is logged by name."""
-    return {name: float(value) for name, value in parts.items() if value is not None}
+    if names := [name for name in parts if not isinstance(name, str)]:
+        raise TypeError(f"the name of a reward part is a string, not {shown(names[0])}")
+    return {name: number(value, f"reward part {name!r}") for name, value in parts.items() if value is not None}
+
+
+def number(value: object, what: str = "reward") -> float:
+    """A finite number of Python or numpy as a float; True is 1.  TypeError or ValueError for anything else."""
+    if not isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
+        raise TypeError(f"{what} = {shown(value)}: neither a number nor parts by name")
+    try:
+        converted = float(value)
+    except OverflowError:  # an int of more than 308 digits
+        converted = math.inf
+    if math.isnan(converted):
+        raise ValueError(f"{what} is NaN")
+    if math.isinf(converted):
+        raise ValueError(f"{what} = {shown(value)}: not a finite number")
+    return converted

@@ -1,7 +1,7 @@
 """The run directory: where everything that a run leaves behind lies.
 
     run.json  config.toml  configs/  metrics.jsonl  tensorboard/  batches/  evals/  checkpoints/  model/  adapter/
-    summary.json  curve.png  abandoned/  weights/
+    summary.json  curve.png  failures.jsonl  abandoned/  weights/
 
 Knows the names and what a resume moves aside; not what is in the files.
 """
@@ -68,6 +68,10 @@ class RunDir:
     @property
     def adapter(self) -> Path:
         return self.path / "adapter"
+
+    @property
+    def failures(self) -> Path:
+        return self.path / "failures.jsonl"
 
     @property
     def summary(self) -> Path:

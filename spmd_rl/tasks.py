@@ -17,6 +17,7 @@ from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.task_stream import TaskStream
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Task
+from spmd_rl.user_code import refused
 
 MOST_REPETITIONS = 1000  # tasks in a row that were drawn before: the environment has no others
 
@@ -59,7 +60,7 @@ def eval_tasks(config: Config, environments: Mapping[str, envs.Environment]) -> 
     """The first eval.num_tasks different ones of each environment, or all where it has fewer."""
     tasks = {}
     for name, env in environments.items():
-        with envs.refused(name):
+        with refused(f"environment {name}"):
             all_tasks = envs.checked_tasks(name, env, seed=config.run.seed, split="eval")
             tasks[name] = list(islice(_different(task.of(name) for task in all_tasks), config.eval.num_tasks))
     return tasks

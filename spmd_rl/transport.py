@@ -66,6 +66,7 @@ class Kind(IntEnum):
     PINNED = 14
     SWAP = 15
     SENT = 16
+    FAILED = 17  # an attempt of an episode
 
 
 @dataclass(frozen=True, slots=True, eq=False)

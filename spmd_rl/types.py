@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -103,6 +104,20 @@ class GroupWork:
         return range(self.first_ticket, self.first_ticket + self.size)
 
 
+class Finish(StrEnum):
+    """Why a rollout ended; an environment may name the first three."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ENV = "env"
+    ERROR = "error"  # its environment raised
+    SKIPPED = "skipped"  # its prompt leaves no room for a reply
+    CANCELLED = "cancelled"  # it was given up on purpose
+
+
+_UNMEASURED = frozenset({Finish.ERROR, Finish.SKIPPED, Finish.CANCELLED})
+
+
 class NotRetried(Exception):
     """What ended an episode and would end it again: the rollout counts as failed at once, under this class's name."""
 
@@ -139,8 +154,8 @@ class Rollout:
     segments: list[int] = field(default_factory=list)  # where new contexts start, after the one at 0
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
-    finish_reason: str = ""  # "stop" | "length" | "env" | "error"
-    error: str = ""  # the exception of a rollout that failed, in one line
+    finish_reason: str = ""  # of Finish
+    error: str = ""  # why a rollout has no reward, in one line
     num_turns: int = 0
     num_wasted_tokens: int = 0  # sampled in attempts that were thrown away
     admission_version: int = NO_VERSION  # policy version when its group was admitted
@@ -183,7 +198,12 @@ class Rollout:
 
     @property
     def failed(self) -> bool:
-        return self.finish_reason == "error"
+        """It has no reward."""
+        return self.finish_reason in _UNMEASURED
+
+    @property
+    def skipped(self) -> bool:
+        return self.finish_reason == Finish.SKIPPED
 
     @cached_property
     def num_trainable(self) -> int:
@@ -228,6 +248,26 @@ class Rollout:
     def _live_versions(self) -> np.ndarray:
         versions = self.versions[self.loss_mask]
         return versions[versions != NO_VERSION]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedAttempt:
+    """One attempt of an episode that raised, as far as it is told: JSON of bounded size."""
+
+    time: float  # seconds since the epoch
+    version: int  # of the engine's weights
+    env: str
+    task_id: str
+    purpose: str  # "train" | "eval"
+    group_id: int
+    sample: int
+    ticket: int
+    attempt: int  # 0, 1, …
+    kind: str  # name of the exception
+    error: str  # its text
+    place: str  # file:line in the user's code
+    traceback: list[str]  # frames of the user's code, outermost first
+    reply: list[str]  # text of each turn that was sampled, long ones cut
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

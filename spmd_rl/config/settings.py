@@ -94,9 +94,9 @@ class Rollout:
     max_retries: int = 1
     """further attempts of an episode that raised, before it counts as failed"""
     max_failure_rate: float = 0.5
-    """share of failed episodes among the last two batches' worth of them, beyond which the run fails; 1: never"""
+    """share of failed episodes of two batches' worth drawn in a row, beyond which the run fails; 1: never"""
     long_prompts: str = "skip"
-    """skip: prompts that leave no room in inference.max_seq_len fail, counted; refuse: the first one ends the run"""
+    """skip: prompts that leave no room in inference.max_seq_len are left out, counted; refuse: the first ends it"""
 
 
 @SETTINGS

@@ -12,17 +12,15 @@ import inspect
 import itertools
 import pkgutil
 import random
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from spmd_rl.rewards import applicable, weighted_sum
+from spmd_rl.rewards import applicable, number, weighted_sum
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Completion, Resumable, Rollout, Task
+from spmd_rl.user_code import BadReturn, Refused, refused, shown
 
 Data = Mapping[str, object]  # of a task
 HELD_OUT = 5  # one in so many generated tasks is evaluated and never trained on
@@ -69,12 +67,47 @@ def judged(
     rollout: Rollout,
     reward: float | Mapping[str, float | None],  # one number, or parts by name
     weights: Mapping[str, float] | None = None,  # of the parts; None = 1 each
+    *,
+    function: object = None,  # that gave the reward: its place is told where the reward is none
 ) -> Rollout:
-    """The rollout with its reward: counted once, however many turns it has."""
-    parts = reward if isinstance(reward, Mapping) else {"reward": reward}
-    rollout.reward = weighted_sum(parts, weights)
-    rollout.reward_parts = applicable(parts)
+    """The rollout with its reward: counted once, however many turns it has.  BadReturn for what is no reward."""
+    try:
+        parts = applicable(reward if isinstance(reward, Mapping) else {"reward": number(reward)})
+        rollout.reward, rollout.reward_parts = weighted_sum(parts, weights), parts
+    except (TypeError, ValueError) as error:
+        raise BadReturn(str(error), function) from None
     return rollout
+
+
+def checked_rollout(
+    rollout: object,  # what an environment gave back
+    function: object,  # that gave it
+    *,
+    sampled: int,  # tokens, by all its calls of `generate`
+    vocab_size: int | None,
+) -> Rollout:
+    """The rollout, its reward and parts as floats; BadReturn says what is wrong with it."""
+    if not isinstance(rollout, Rollout):
+        raise BadReturn(f"an episode gave back {shown(rollout)}, not a Rollout", function)
+    try:
+        rollout.reward, rollout.reward_parts = number(rollout.reward), applicable(rollout.reward_parts)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BadReturn(str(error), function) from None
+    if rollout.num_sampled > sampled:
+        raise BadReturn(f"{rollout.num_sampled} tokens of the rollout have versions, {sampled} were sampled", function)
+    if sampled and not rollout.num_trainable:
+        raise BadReturn(f"none of the {sampled} tokens that were sampled is in the rollout: add them to it", function)
+    check_ids(rollout.token_ids, vocab_size, function)
+    return rollout
+
+
+def check_ids(token_ids: np.ndarray, vocab_size: int | None, function: object = None) -> None:
+    """BadReturn for an id that the model has no embedding of."""
+    wrong = (token_ids < 0) | (token_ids >= (vocab_size or np.iinfo(np.int32).max))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        known = "no negative ones" if vocab_size is None else f"0 to {vocab_size - 1}"
+        raise BadReturn(f"token {at} has the id {token_ids[at]}, the model knows {known}", function)
 
 
 def drawn(
@@ -104,24 +137,35 @@ def of_split(tasks: Iterator[Task], split: str, key: Callable[[Task], str]) -> I
 
 def checked_tasks(name: str, environment: Environment, *, seed: int, split: str) -> Iterator[Task]:
     """The tasks of a split; ValueError, before one is taken, for data that are missing, broken, empty or no JSON."""
-    with refused(name):
-        tasks = environment.tasks(seed, split)
-        first = next(tasks, None)
+    with refused(f"environment {name}"):
+        made = environment.tasks(seed, split)
+        if not isinstance(made, Iterable):
+            raise BadReturn(f"tasks gave back {shown(made)}, not tasks one after another", environment.tasks)
+        tasks = _FromFirst(iter(made), environment.tasks)
+        first = tasks.peek()
         if first is None:
             raise ValueError(f"environment {name} has no tasks of the split {split!r}")
         first.of(name)
-    return _FromFirst(first, tasks)
+    return tasks
 
 
 class _FromFirst(Iterator[Task]):
-    """Tasks whose first one has been looked at."""
+    """Tasks whose first one has been looked at; each is one, or a BadReturn of the function that gives them."""
 
-    def __init__(self, first: Task, tasks: Iterator[Task]) -> None:
-        self._first: list[Task] = [first]
-        self._tasks = tasks
+    def __init__(self, tasks: Iterator[Task], function: object) -> None:
+        self._tasks, self._function = tasks, function
+        self._first: list[Task] = []
 
     def __next__(self) -> Task:
-        return self._first.pop() if self._first else next(self._tasks)
+        task = self._first.pop() if self._first else next(self._tasks)
+        if not isinstance(task, Task):
+            raise BadReturn(f"tasks gave {shown(task)}, not a Task", self._function)
+        return task
+
+    def peek(self) -> Task | None:
+        """The first one, which stays the first; None where there is none."""
+        self._first = list(itertools.islice(self, 1))
+        return self._first[0] if self._first else None
 
     def state(self) -> dict[str, object] | None:
         return self._tasks.state() if isinstance(self._tasks, Resumable) else None
@@ -133,28 +177,17 @@ class _FromFirst(Iterator[Task]):
 
 def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Environment:
     """The environment at an import path "package.module:Name"; ValueError says what of it is wrong."""
-    try:
+    with refused(f"environment {path}"):
         cls = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"environment {path}: {error}") from error
-    signature = inspect.signature(cls)
-    try:
-        signature.bind(tokenizer=tokenizer, **args)
-    except TypeError as error:
-        known = [name for name in signature.parameters if name != "tokenizer"]
-        raise ValueError(f"environment {path}: {error}; its settings: {', '.join(known) or 'none'}") from error
-    with refused(path):
-        return cls(tokenizer=tokenizer, **args)
-
-
-@contextmanager
-def refused(name: str) -> Iterator[None]:
-    """What an environment raises before the run begins is a ValueError with the place: settings that it cannot use."""
-    try:
-        yield
-    except (ValueError, OSError):
-        raise
-    except Exception as error:
-        *_, last = traceback.extract_tb(error.__traceback__)
-        place = f"{Path(last.filename).name}:{last.lineno}"
-        raise ValueError(f"environment {name}: {type(error).__name__}: {error} ({place})") from error
+        if not callable(cls):
+            raise Refused(f"environment {path}: {shown(cls)} is no class")
+        signature = inspect.signature(cls)
+        try:
+            signature.bind(tokenizer=tokenizer, **args)
+        except TypeError as error:
+            known = [name for name in signature.parameters if name != "tokenizer"]
+            raise Refused(f"environment {path}: {error}; its settings: {', '.join(known) or 'none'}") from error
+        environment = cls(tokenizer=tokenizer, **args)
+        if lacks := [name for name in ("tasks", "rollout") if not callable(getattr(environment, name, None))]:
+            raise Refused(f"environment {path}: {shown(environment)} has no method {lacks[0]}")
+    return environment

@@ -42,4 +42,4 @@ class Endpoint:
 
     async def rollout(self, task: Task, generate: Generate) -> Rollout:
         rollout, reward = await self._server.episode(task, generate, lambda url: self._program(url, task.data))
-        return judged(rollout, reward)
+        return judged(rollout, reward, function=self._program)

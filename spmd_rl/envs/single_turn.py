@@ -53,4 +53,5 @@ class SingleTurn:
         rollout.append(self._tokenizer.render(messages))
         completion = await take_turn(rollout, generate, self._max_tokens)
         reward = self._reward(task.data, self._tokenizer.decode(completion.token_ids, rule=self._rule))
-        return judged(rollout, await reward if inspect.isawaitable(reward) else reward, self._weights)
+        reward = await reward if inspect.isawaitable(reward) else reward
+        return judged(rollout, reward, self._weights, function=self._reward)

@@ -13,7 +13,7 @@ from math import comb
 
 import numpy as np
 
-from spmd_rl.types import NO_VERSION, GroupWork, Rollout
+from spmd_rl.types import NO_VERSION, Finish, GroupWork, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +22,30 @@ class EnvReport:
 
     num_tasks: int
     samples: int  # rollouts per task
-    reward: float  # mean of those measured
-    solved: float  # share of those measured, avg@k with k = samples: every task weighs the same
-    pass_at: dict[int, float]  # k -> unbiased pass@k, over the tasks with so many measured
-    length: float  # mean sampled tokens
-    truncated: float  # share that ended at the token limit
-    failed: float  # share that raised
+    reward: float | None  # mean of those measured; None, as below, where there are none
+    solved: float | None  # share of those measured, avg@k with k = samples: every task weighs the same
+    pass_at: dict[int, float | None]  # k -> unbiased pass@k, over the tasks with so many measured
+    length: float | None  # mean sampled tokens of those measured
+    truncated: float | None  # share of those measured that ended at the token limit
+    num_failed: int  # rollouts that raised
+    num_skipped: int  # whose prompt left no room for a reply
     oldest_version: int  # over all sampled tokens
     newest_version: int
+
+    @property
+    def num_rollouts(self) -> int:
+        return self.num_tasks * self.samples
+
+    @property
+    def failed(self) -> float:
+        """Share that raised."""
+        return self.num_failed / self.num_rollouts
+
+    @property
+    def unmeasured(self) -> str:
+        """Which of them have no reward, in words; "" where all have."""
+        counts = (("failed", self.num_failed), ("skipped", self.num_skipped))
+        return ", ".join(f"{end} {num} of {self.num_rollouts}" for end, num in counts if num)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +106,7 @@ class EvalSink:
 
     def _report(self, tasks: list[list[Rollout]], samples: int) -> EnvReport:
         rollouts = [rollout for task in tasks for rollout in task]
+        good = [rollout for rollout in rollouts if not rollout.failed]
         measured = [[r.reward for r in task if not r.failed] for task in tasks]
         solved = [(len(m), sum(reward >= self._solved_at for reward in m)) for m in measured]
         ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]
@@ -99,17 +116,17 @@ class EvalSink:
             reward=_mean([reward for m in measured for reward in m]),
             solved=_mean([c / n for n, c in solved if n]),
             pass_at={k: _mean([pass_at(k, n, c) for n, c in solved if n >= k]) for k in ks},
-            length=float(np.mean([r.num_trainable for r in rollouts])),
-            truncated=float(np.mean([r.finish_reason == "length" for r in rollouts])),
-            failed=float(np.mean([r.failed for r in rollouts])),
+            length=_mean([r.num_trainable for r in good]),
+            truncated=_mean([r.finish_reason == Finish.LENGTH for r in good]),
+            num_failed=sum(r.failed and not r.skipped for r in rollouts),
+            num_skipped=sum(r.skipped for r in rollouts),
             oldest_version=min((r.head for r in rollouts if r.head != NO_VERSION), default=NO_VERSION),
             newest_version=max((r.tail for r in rollouts), default=NO_VERSION),
         )
 
 
-def _mean(values: Sequence[float]) -> float:
-    """0 of nothing: the share that failed then says that nothing was measured."""
-    return float(np.mean(values)) if values else 0.0
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def pass_at(k: int, samples: int, solved: int) -> float:

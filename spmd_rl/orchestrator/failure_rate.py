@@ -1,39 +1,52 @@
 """Episodes that raise are counted; too many of them end the run instead of training on what is left.
 
+The share is of what was drawn: of any `window` tickets in a row.  So it says the same in whatever order episodes end;
+those that fail at once, and are replaced at once, weigh no more than others.  A prompt that was skipped did not fail,
+but where all tickets of a window were skipped the run ends too.
 Knows nothing of groups, gates or why an episode failed.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import bisect
+import math
+from collections import Counter
 
-from spmd_rl.types import Rollout
+from spmd_rl.types import Finish, Rollout
+
+KEPT = 16  # windows' worth of failures, the newest by ticket
 
 
 class FailureRate:
-    """Over the last `window` episodes; those that were cancelled do not count."""
+    """Over every `window` episodes drawn in a row; those that were cancelled do not count."""
 
     def __init__(self, *, window: int, most: float) -> None:
         self._window, self._most = window, most
-        self._errors: deque[str] = deque()  # of each episode in the window, "" where it ended well
-        self._counts: Counter[str] = Counter()
+        self._failed: list[tuple[int, str]] = []  # (ticket, error), by ticket
+        self._skipped: list[tuple[int, str]] = []
 
     def add(self, rollout: Rollout) -> None:
-        """RuntimeError with the commonest error once more than most · window of the window have failed."""
-        if rollout.error == "cancelled":
-            return
-        error = (rollout.error or "no error was named") if rollout.failed else ""
-        self._errors.append(error)
-        self._counts[error] += 1
-        if len(self._errors) > self._window:
-            gone = self._errors.popleft()
-            self._counts[gone] -= 1
-            if not self._counts[gone]:
-                del self._counts[gone]
-        failed = len(self._errors) - self._counts[""]
-        if failed > self._most * self._window:
-            common, times = max(((e, n) for e, n in self._counts.items() if e), key=lambda entry: entry[1])
+        """RuntimeError with the commonest error once more than most · window of a window have failed."""
+        entry = (rollout.ticket, rollout.error or "no error was named")
+        if rollout.finish_reason == Finish.ERROR:
+            if errors := self._window_of(self._failed, entry, math.floor(self._most * self._window) + 1):
+                common, times = Counter(errors).most_common(1)[0]
+                raise RuntimeError(
+                    f"{len(errors)} of {self._window} episodes drawn in a row failed, rollout.max_failure_rate = "
+                    f"{self._most:g}; {times} times: {common}"
+                )
+        elif rollout.skipped and self._window_of(self._skipped, entry, self._window):
             raise RuntimeError(
-                f"{failed} of the last {len(self._errors)} episodes failed, rollout.max_failure_rate = {self._most:g} "
-                f"of {self._window}; {times} times: {common}"
+                f"all of {self._window} prompts drawn in a row were skipped: raise inference.max_seq_len, or give "
+                f"shorter prompts; {entry[1]}"
             )
+
+    def _window_of(self, entries: list[tuple[int, str]], entry: tuple[int, str], num: int) -> list[str]:
+        """The errors of `num` entries, the new one among them, within a window; [] where there are not so many."""
+        bisect.insort(entries, entry)
+        del entries[: -KEPT * self._window]
+        at = bisect.bisect_left(entries, entry)
+        for first in range(max(0, at - num + 1), min(at, len(entries) - num) + 1):
+            if entries[first + num - 1][0] - entries[first][0] < self._window:
+                return [error for _, error in entries[first : first + num]]
+        return []

@@ -30,6 +30,7 @@ from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.engine_pool import EnginePool
 from spmd_rl.orchestrator.eval_runner import EvalRunner
+from spmd_rl.orchestrator.failure_log import FailureLog
 from spmd_rl.orchestrator.failure_rate import FailureRate
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
 from spmd_rl.orchestrator.metrics_loop import MetricsLoop
@@ -47,10 +48,9 @@ from spmd_rl.packing import Packed
 from spmd_rl.policy import Policy
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.task_stream import TaskStream
-from spmd_rl.types import GroupWork, Rollout, Task
+from spmd_rl.types import FailedAttempt, GroupWork, Rollout, Task
 
 RECORDER = -1  # beside the trainers' ranks: a checkpoint is complete once its step is in the metrics
-CANCELLED = "cancelled"  # the error of a rollout that was given up on purpose
 
 Files = Mapping[str, list[int]]  # size and CRC-32 by name, of what a trainer rank wrote
 
@@ -180,7 +180,11 @@ class Orchestrator:
         self._final_saves: RollCall[Files] = RollCall("final checkpoint", links.trainers)
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
         self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
-        self._failures = FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
+        self._failures = {
+            purpose: FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
+            for purpose in ("train", "eval")
+        }
+        self._failure_log = FailureLog(run_dir.failures)
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
         self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
@@ -234,15 +238,19 @@ class Orchestrator:
 
     def rollout_ended(self, rollout: Rollout) -> None:
         self.pool.ended(rollout)
-        self._failures.add(rollout)
-        if rollout.failed and rollout.error != CANCELLED:
+        self._failures[rollout.purpose].add(rollout)
+        if rollout.failed:
             self._report.failed(rollout)
-            if rollout.error.startswith("PromptTooLong") and self._config.rollout.long_prompts == "refuse":
-                raise ValueError(f"{rollout.error}; rollout.long_prompts = 'refuse'")
+        if rollout.skipped and self._config.rollout.long_prompts == "refuse":
+            raise ValueError(f"{rollout.error}; rollout.long_prompts = 'refuse'")
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
         else:
             self.path.ended(rollout)
+
+    def attempt_failed(self, attempt: FailedAttempt) -> None:
+        """An episode raised, and may be tried again."""
+        self._failure_log.add(attempt)
 
     def stepped(self, rank: int, version: int, metrics: dict[str, float]) -> None:
         self._steps.answer(version, rank, metrics)

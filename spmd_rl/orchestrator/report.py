@@ -21,14 +21,18 @@ from spmd_rl.orchestrator.engine_figures import EngineFigures
 from spmd_rl.orchestrator.eval_sink import EvalReport
 from spmd_rl.orchestrator.probe import MUCH_KL
 from spmd_rl.orchestrator.verdict import Knobs, Signals, diagnose
-from spmd_rl.types import Batch, Rollout
+from spmd_rl.types import Batch, Finish, Rollout
+from spmd_rl.user_code import escaped
 
 RECENT = 6  # ends of steps that the time left is judged by
 ENDS = 5  # batches at either end of the run that reward_first and reward_last are the means of
 
 
-def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean reward and parts of what was sampled for a batch: its own rollouts and those given up meanwhile."""
+def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    """Mean reward and parts of what was sampled for a batch: its own rollouts and those given up meanwhile.
+
+    "reward" is None where none of them was measured.
+    """
     good = [r for r in rollouts if not r.failed]
     parts: dict[str, list[float]] = {}
     for rollout in good:
@@ -36,7 +40,7 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
             parts.setdefault(f"reward/{rollout.env}/{name}", []).append(value)
     for env in {r.env for r in good}:
         parts[f"reward/{env}"] = [r.reward for r in good if r.env == env]
-    return {"reward": _mean([r.reward for r in good]) or 0.0} | {name: _mean(values) for name, values in parts.items()}
+    return {"reward": _mean([r.reward for r in good])} | {name: _mean(values) for name, values in parts.items()}
 
 
 def batch_metrics(
@@ -47,19 +51,16 @@ def batch_metrics(
     ages.add(batch)
     good = [r for r in batch.rollouts if usable(r)]
 
-    def mean(values: Sequence[float]) -> float:
-        return float(np.mean(values)) if len(values) else 0.0
-
     return {
         **ages.record(),
-        "reward_trained": mean([r.reward for r in good]),
-        "rollout/length": mean([r.num_trainable for r in good]),
-        "rollout/turns": mean([r.num_turns for r in good]),
-        "rollout/truncated": mean([r.finish_reason == "length" for r in batch.rollouts]),
-        "rollout/failed": mean([r.failed for r in batch.rollouts]),
+        "reward_trained": _mean([r.reward for r in good]),
+        "rollout/length": _mean([r.num_trainable for r in good]),
+        "rollout/turns": _mean([r.num_turns for r in good]),
+        "rollout/truncated": _mean([r.finish_reason == "length" for r in batch.rollouts]),
+        "rollout/failed": _mean([r.finish_reason == Finish.ERROR for r in batch.rollouts]),
         **{f"rollout/{outcome}": len(rollouts) for outcome, rollouts in given_up.items()},
         "rollout/trainable_share": int(np.count_nonzero(batch.advantages))
-        / (len(batch.rollouts) + sum(map(len, given_up.values()))),
+        / (len(batch.rollouts) + sum(len(given_up.get(outcome, ())) for outcome in ("filtered", "dropped"))),
     }
 
 
@@ -88,8 +89,8 @@ class Report:
         self._resumed_at = 0
         self._first_step: float | None = None  # when it began
         self._step_times: deque[float] = deque(maxlen=RECENT)
-        self._first_rewards: list[float] = []
-        self._last_rewards: deque[float] = deque(maxlen=ENDS)
+        self._first_rewards: list[float | None] = []
+        self._last_rewards: deque[float | None] = deque(maxlen=ENDS)
         self._waited_s = self._worked_s = 0.0  # by the trainer, from its first batch on
         self._held_back_s = 0.0  # of the waiting: a batch's worth of finished rollouts lay there
         self._held_s = 0.0  # complete batches, by this process
@@ -98,6 +99,7 @@ class Report:
         self._parked_s = 0.0
         self._evals: list[tuple[int, Mapping[str, float], Rollout | None]] = []
         self._failures: Counter[str] = Counter()  # rollouts by what they failed of
+        self._num_skipped = 0  # rollouts, by this process
         self._worst_probe: float | None = None
 
     def restore(self, records: Iterable[Mapping[str, object]]) -> None:
@@ -139,7 +141,7 @@ class Report:
         left_s = (recent[-1] - recent[0]) / max(1, len(recent) - 1) * (self._steps - version)
         bound = "" if self._bound.age is None else f" (bound {self._bound.age})"
         self.say(
-            f"step {version:>{len(str(self._steps))}}/{self._steps}  reward {values['reward']:.3f}  "
+            f"step {version:>{len(str(self._steps))}}/{self._steps}  reward {_number(values['reward'])}  "
             f"age mean {values['age/rollout_mean']:.2f} max {values['age/rollout_max']:.0f}{bound}  "
             f"idle trainer {_share(self.trainer_idle)} engine {_share(values.get('engine/idle'))}  "
             f"tokens/s generated {values.get('engine/tokens_per_s', 0):.0f} trained "
@@ -151,14 +153,23 @@ class Report:
     ) -> None:
         self._evals = [*self._evals[:1], (version, values, rollouts[0])]
         for env, result in report.envs.items():
-            self.say(f"eval at version {version}: {env} reward {result.reward:.3f} over {result.num_tasks} tasks")
+            lost = f", {result.unmeasured}" if result.unmeasured else ""
+            self.say(
+                f"eval at version {version}: {env} reward {_number(result.reward)} over {result.num_tasks} tasks{lost}"
+            )
 
     def failed(self, rollout: Rollout) -> None:
-        """A rollout ended badly: counted by the name of its error, the first of each told."""
-        kind = rollout.error.partition(":")[0]
-        self._failures[kind] += 1
-        if self._failures[kind] == 1:
-            self.say(f"{rollout.env}, task {rollout.task_id}: {rollout.error} (counted from here on)")
+        """A rollout ended without a reward: counted by the name of its error, the first of each told."""
+        task = f"{rollout.env}, task {escaped(rollout.task_id)}"
+        if rollout.finish_reason == Finish.ERROR:
+            kind = rollout.error.partition(":")[0].partition(" ")[0]
+            self._failures[kind] += 1
+            if self._failures[kind] == 1:
+                self.say(f"{task}: {rollout.error} (counted from here on)")
+        elif rollout.skipped:
+            if not self._num_skipped:
+                self.say(f"{task}: {rollout.error}: skipped (counted from here on)")
+            self._num_skipped += 1
 
     def failures(self) -> dict[str, float]:
         """Of the run so far, as metrics."""
@@ -216,8 +227,8 @@ class Report:
             "steps": self._num_steps,
             "version": self.version,
             "resumed_at": self._resumed_at,
-            "reward_first": _mean(self._first_rewards),
-            "reward_last": _mean(self._last_rewards),
+            "reward_first": _mean([reward for reward in self._first_rewards if reward is not None]),
+            "reward_last": _mean([reward for reward in self._last_rewards if reward is not None]),
             "age_mean": ages["rollout_mean"],
             "age_p99": ages["rollout_p99"],
             "age_max": ages["rollout_max"],
@@ -246,9 +257,6 @@ class Report:
     def table(self, summary: dict[str, object], *, paths: dict[str, object]) -> str:
         """The end of the run for a person."""
 
-        def number(value: object, form: str = ".3f") -> str:
-            return "-" if value is None else format(value, form)
-
         bound = "none" if summary["age_bound"] is None else summary["age_bound"]
         dropped = {
             f"mean length, {end}": f"{length['tokens']:.1f} tokens, {length['seconds']:.2f} s"
@@ -262,7 +270,7 @@ class Report:
                 f"{summary['version']}"
             ),
             f"reward, first {ENDS} → last {ENDS}": (
-                f"{number(summary['reward_first'])} → {number(summary['reward_last'])}"
+                f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])}"
             ),
             "age mean / p99 / max": (
                 f"{summary['age_mean']:.2f} / {summary['age_p99']} / {summary['age_max']}   (S = "
@@ -271,7 +279,7 @@ class Report:
             "idle trainer / engine": f"{_share(summary['trainer_idle'])} / {_share(summary['engine_idle'])}",
             **_shares_of_engines(summary["engines"]),
             **dropped,
-            "mismatch KL, probe": number(summary["probe_kl_max"], ".1e"),
+            "mismatch KL, probe": _number(summary["probe_kl_max"], ".1e"),
             "bottleneck": f"{summary['bottleneck']}: {summary['advice']}",
             **paths,
         }
@@ -280,7 +288,7 @@ class Report:
         for version, _, example in self._evals if len(self._evals) > 1 else []:
             if example is not None:  # else it is in the run directory
                 lines.append(f"  example at version {version} (reward {example.reward:g}):")
-                lines += [f"    {line}" for line in self._decode(example.token_ids).strip().splitlines()]
+                lines += [f"    {escaped(line)}" for line in self._decode(example.token_ids).strip().splitlines()]
         return "\n".join(lines)
 
     def _count(self, version: int, values: Mapping[str, object]) -> None:
@@ -302,15 +310,16 @@ class Report:
         return 60.0 * (self.version - self._resumed_at) / seconds if seconds else None
 
 
-def eval_values(report: EvalReport) -> dict[str, float]:
+def eval_values(report: EvalReport) -> dict[str, float | None]:
     """The numbers of an evaluation by name."""
-    values: dict[str, float] = {}
+    values: dict[str, float | None] = {}
     for env, result in report.envs.items():
         values |= {
             f"eval/{env}/reward": result.reward,
             f"eval/{env}/length": result.length,
             f"eval/{env}/truncated": result.truncated,
             f"eval/{env}/failed": result.failed,
+            f"eval/{env}/skipped": result.num_skipped / result.num_rollouts,
             f"eval/{env}/oldest_version": result.oldest_version,
             f"eval/{env}/newest_version": result.newest_version,
         }
@@ -355,6 +364,10 @@ def _part(part: float, whole: float) -> float:
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if len(values) else None
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _share(value: float | None) -> str:

@@ -61,7 +61,7 @@ class TrainPath:
         self._tokens: Counter[str] = Counter()  # that were sampled for them
         self._former: asyncio.Future[None] | None = None
         self._collected = False
-        self._given_up: dict[str, list[Rollout]] = {"filtered": [], "dropped": []}  # since they were taken last
+        self._given_up = _nothing_given_up()  # since it was taken last
         dispatcher.on_admit(self._admitted)
         policy.on_change(self._trained)
 
@@ -99,8 +99,11 @@ class TrainPath:
         return batch
 
     def take_given_up(self) -> dict[str, list[Rollout]]:
-        """Rollouts of groups given up since the last call: "dropped" for their age, "filtered" for anything else."""
-        given_up, self._given_up = self._given_up, {"filtered": [], "dropped": []}
+        """Rollouts of groups given up since the last call: "dropped" for their age, "filtered" for anything else.
+
+        "skipped": those of them whose prompt left no room for a reply.
+        """
+        given_up, self._given_up = self._given_up, _nothing_given_up()
         return given_up
 
     @property
@@ -189,7 +192,8 @@ class TrainPath:
             outcome = "dropped" if verdict == "over_age" else "filtered"
             self._count(group.rollouts, outcome)
             self._gate.settle(rejected=size)
-            self._given_up[outcome] += group.rollouts
+            for rollout in group.rollouts:
+                self._given_up["skipped" if rollout.skipped and outcome != "dropped" else outcome].append(rollout)
 
     def _expire(self, index: int) -> None:
         expired = self._sink.expire(index)
@@ -211,7 +215,7 @@ class TrainPath:
         tokens: Counter[str] = Counter()
         for rollout in rollouts:
             if rollout.failed and outcome != "dropped":
-                end = "failed"
+                end = "skipped" if rollout.skipped else "failed"
             elif outcome == "trained" and not self._sink.usable(rollout):
                 end = "filtered"
             else:
@@ -227,3 +231,7 @@ class TrainPath:
     def _wake(self) -> None:
         if self._former is not None and not self._former.done():
             self._former.set_result(None)
+
+
+def _nothing_given_up() -> dict[str, list[Rollout]]:
+    return {"filtered": [], "dropped": [], "skipped": []}

@@ -28,7 +28,7 @@ from spmd_rl.bounds import Bound
 from spmd_rl.orchestrator.order import Order
 from spmd_rl.types import NO_VERSION, Batch, Group, GroupWork, Rollout
 
-KEPT = "kept"
+KEPT, SKIPPED = "kept", "skipped"
 Filter = Callable[[Group, np.ndarray], bool]  # (group, usable [k] bool) -> True: give the group up
 
 
@@ -130,7 +130,7 @@ class TrainSink:
         else:
             self._order.gone(group.first_ticket)
         if verdict != KEPT or (self._batch_advantages is None and not group.advantages.any()):
-            if verdict != "over_age":
+            if verdict not in ("over_age", SKIPPED):
                 self._barren.add(group, verdict)
                 self._guard()
         else:
@@ -244,6 +244,8 @@ class TrainSink:
             return "over_age"
         if usable.sum() < min(2, len(usable)):
             num_failed = sum(r.failed for r in group.rollouts)
+            if 2 * sum(r.skipped for r in group.rollouts) > num_failed:
+                return SKIPPED
             return "failed" if 2 * num_failed >= (~usable).sum() else "untrainable"
         return next((reason for reason, gives_up in self._filters.items() if gives_up(group, usable)), KEPT)
 

@@ -18,7 +18,7 @@ LONG = (  # generated one by one, so that a sequence takes longer than a trainin
     *SMALL,
     *("env.fraction.args.length=48", "rollout.max_tokens=48", "inference.deterministic=true"),
 )
-ENDS = ("trained", "filtered", "dropped", "failed", "left_over")
+ENDS = ("trained", "filtered", "dropped", "failed", "skipped", "left_over")
 
 
 def run(run_dir: Path, *settings: str, num_steps: int = 8, ranks: int = 2) -> dict:

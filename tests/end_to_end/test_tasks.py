@@ -81,8 +81,8 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path):
     envs = questions(tmp_path, *(f"{i}+1=" for i in range(4)), "7" * 50)
     done = job(tmp_path, envs, steps=1)
     assert done.code == 0, done.output
-    assert done.summary["failures"] == {"PromptTooLong": 4}
-    assert "sums, task 4: PromptTooLong: 51 tokens leave no room for a reply in 40" in done.output
+    assert (done.summary["failures"], done.summary["ledger"]["rollouts"]["skipped"]) == ({}, 4)
+    assert "sums, task 4: PromptTooLong: 51 tokens leave no room for a reply in 40: skipped" in done.output
 
 
 @pytest.mark.full

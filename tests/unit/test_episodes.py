@@ -32,22 +32,32 @@ class TwoTurns:
         return rollout
 
 
-def _run(
+def _run(env: object, **settings: object) -> tuple[list[Rollout], list[Sampling]]:
+    return play(env, asked=True, **settings)
+
+
+def play(
     env: object,
     *,
     max_retries: int = 1,
     version: int = 4,
     max_seq_len: int = 99,
     generate: Callable | None = None,
-) -> tuple[list[Rollout], list[Sampling]]:
-    asked: list[Sampling] = []
+    asked: bool = False,
+    cancel: bool = False,
+    **others: object,
+) -> list[Rollout] | tuple[list[Rollout], list[Sampling]]:
+    """The rollouts of WORK by ticket, and what was asked of the engine."""
+    sampling_asked: list[Sampling] = []
 
     async def three_tokens(prompt: np.ndarray, sampling: Sampling) -> tuple[Completion, int]:
-        asked.append(sampling)
+        sampling_asked.append(sampling)
+        if cancel:
+            await asyncio.sleep(3600)
         three = np.full(3, 7, np.int32)
         return Completion(token_ids=three, logprobs=-three / 7.0, versions=three, finish_reason="stop"), 0
 
-    async def play() -> list[Rollout]:
+    async def run() -> list[Rollout]:
         rollouts: list[Rollout] = []
         ended = asyncio.Event()
 
@@ -65,13 +75,18 @@ def _run(
             seed=0,
             max_retries=max_retries,
             finished=finished,
+            **others,
         )
         episodes.start(WORK)
+        if cancel:
+            await asyncio.sleep(0)
+            episodes.cancel(WORK.tickets)
         await ended.wait()
         assert len(episodes) == 0
         return sorted(rollouts, key=lambda r: r.ticket)
 
-    return asyncio.run(play()), asked
+    rollouts = asyncio.run(run())
+    return (rollouts, sampling_asked) if asked else rollouts
 
 
 def test_each_member_comes_back_once_with_its_ticket_and_its_own_seeds() -> None:
@@ -84,9 +99,12 @@ def test_each_member_comes_back_once_with_its_ticket_and_its_own_seeds() -> None
 def test_a_turn_may_ask_for_fewer_tokens_than_the_run_allows_and_gets_no_more() -> None:
     class Asks:
         async def rollout(self, task: Task, generate: Callable) -> Rollout:
+            rollout = Rollout(env="", task_id="")
+            rollout.append(np.ones(1))
             for max_tokens in (2, 4096, None):
-                await generate(np.ones(1), max_tokens)
-            return Rollout(env="", task_id="")
+                completion = await generate(rollout.token_ids, max_tokens)
+                rollout.append(completion.token_ids, completion.logprobs, completion.versions)
+            return rollout
 
     _, asked = _run(Asks())
     assert sorted(sampling.max_tokens for sampling in asked) == [2, 2, 3, 3, 3, 3]
@@ -101,7 +119,7 @@ def test_an_episode_that_raises_is_tried_again_and_its_tokens_count_as_wasted() 
 def test_an_episode_that_keeps_raising_is_failed_by_name() -> None:
     rollouts, _ = _run(TwoTurns(failures=9), max_retries=1)
     assert [(r.failed, r.error, r.num_trainable, r.num_wasted_tokens) for r in rollouts] == [
-        (True, "KeyError: 'tool'", 0, 12)
+        (True, f"KeyError: 'tool' ({__file__}:{TwoTurns.rollout.__code__.co_firstlineno + 9})", 0, 12)
     ] * 2
 
 
@@ -133,12 +151,12 @@ def test_an_environment_may_limit_the_time_of_a_turn() -> None:
             raise Cancelled(4) from None
 
     rollouts, _ = _run(Impatient(), generate=generate)
-    assert [(r.error, r.num_sampled, r.num_wasted_tokens) for r in rollouts] == [("TimeoutError: ", 0, 8)] * 2
+    assert [(r.error.split()[0], r.num_sampled, r.num_wasted_tokens) for r in rollouts] == [("TimeoutError", 0, 8)] * 2
 
 
 def test_a_reward_that_is_not_a_number_is_a_failure_and_not_a_zero() -> None:
     rollouts, _ = _run(TwoTurns(reward=float("nan")))
-    assert all(r.failed and "reward nan" in r.error for r in rollouts)
+    assert all(r.failed and "reward is NaN" in r.error for r in rollouts)
 
 
 def test_an_engine_older_than_the_admission_is_refused() -> None:

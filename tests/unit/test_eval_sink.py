@@ -2,8 +2,13 @@ import itertools
 
 import pytest
 
+from spmd_rl.bounds import Bound
+from spmd_rl.evaluate import table
 from spmd_rl.orchestrator.eval_sink import EvalSink, pass_at
+from spmd_rl.orchestrator.report import Report, eval_values
 from tests import fakes
+
+BOUND = Bound(age=2, line="", cap=None)
 
 
 def evaluation(num: int, *, size: int = 4, first: int = 0, env: str = "sums"):
@@ -26,7 +31,7 @@ def test_the_report_comes_with_the_last_rollout_and_covers_each_environment():
     assert (first.oldest_version, first.newest_version) == (2, 5)
     assert first.pass_at == {1: 0.25, 2: 0.5, 4: 1.0}
     second = report.envs["echo"]
-    assert (second.reward, second.failed, second.pass_at) == (1.0, 0.25, {1: 1.0, 2: 1.0, 4: 0.0})
+    assert (second.reward, second.failed, second.pass_at) == (1.0, 0.25, {1: 1.0, 2: 1.0, 4: None})
 
 
 def test_two_evaluations_of_the_same_tasks_do_not_mix():
@@ -68,6 +73,41 @@ def test_avg_at_k_weighs_tasks_alike_and_a_failed_rollout_is_in_no_mean():
     assert result.solved == pytest.approx((1 / 3 + 1) / 2)
     assert result.pass_at == {1: pytest.approx(2 / 3), 2: pytest.approx(2 / 3), 3: 1.0}
     assert result.failed == pytest.approx(1 / 3)
+
+
+def test_where_nothing_was_measured_there_is_no_mean():
+    sink = EvalSink()
+    works = evaluation(2, size=1)
+    sink.expect("e", works)
+    ended = [fakes.rollout(work, failed=True) for work in works]
+    ended[1].finish_reason = "skipped"
+    _, report = [sink.add(rollout) for rollout in ended]
+    result = report.envs["sums"]
+    assert (result.reward, result.solved, result.pass_at, result.length, result.truncated) == (
+        None,
+        None,
+        {1: None},
+        None,
+        None,
+    )
+    assert (result.failed, result.unmeasured) == (0.5, "failed 1 of 2, skipped 1 of 2")
+    values = eval_values(report)
+    assert values["eval/sums/reward"] is None and values["eval/sums/failed"] == values["eval/sums/skipped"] == 0.5
+    (line,) = table(report)
+    assert line.startswith("sums: reward -  avg@1 -  pass@1 -  length -  truncated -  failed 1 of 2, skipped 1 of 2")
+    said = []
+    shown = Report(steps=1, knobs=fakes.knobs(), slots=1, bound=BOUND, decode=str, say=said.append)
+    shown.evaluated(3, report, values, ended)
+    assert said == ["eval at version 3: sums reward - over 2 tasks, failed 1 of 2, skipped 1 of 2"]
+
+
+def test_with_some_failed_the_mean_is_of_those_that_were_judged():
+    sink = EvalSink()
+    (work,) = evaluation(1, size=4)
+    sink.expect("e", [work])
+    for sample, reward in enumerate((1.0, 0.5, 0.0, 0.0)):
+        report = sink.add(fakes.rollout(work, sample, reward=reward, failed=sample > 1))
+    assert (report.envs["sums"].reward, report.envs["sums"].unmeasured) == (0.75, "failed 2 of 4")
 
 
 @pytest.mark.parametrize(("samples", "solved", "k"), list(itertools.product([5], range(6), range(1, 6))))

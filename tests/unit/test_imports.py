@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "spmd_rl"
 LAYERS = [
     {
         "types",
+        "user_code",
         "policy",
         "ledger",
         "topology",

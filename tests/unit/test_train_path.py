@@ -129,7 +129,8 @@ def test_every_token_and_rollout_is_accounted_for_at_the_end():
         run.path.leave_over()
         run.path.assert_closed()
         run.ledger.assert_tokens_closed()
-        assert run.ledger.rollouts == {"trained": 200, "filtered": 0, "dropped": 0, "failed": 0, "left_over": 4}
+        ends = {end: number for end, number in run.ledger.rollouts.items() if number}
+        assert ends == {"trained": 200, "left_over": 4}
         assert run.ledger.tokens["trained"] + run.ledger.tokens["left_over"] == sum(run.inference.lengths.values())
         assert run.gate.running == 0 and run.gate.waiting == 0
 
