@@ -97,7 +97,7 @@ class Report:
         self._sampled = self._taught = self._dropped = 0.0  # rollouts: all, with an advantage, given up for their age
         self._trained_tokens = 0.0
         self._parked_s = 0.0
-        self._evals: list[tuple[int, Mapping[str, float], Rollout | None]] = []
+        self._evals: list[tuple[int, Mapping[str, float], Sequence[Rollout]]] = []  # the first and the last
         self._failures: Counter[str] = Counter()  # rollouts by what they failed of
         self._num_skipped = 0  # rollouts, by this process
         self._worst_probe: float | None = None
@@ -112,7 +112,7 @@ class Report:
                 self._failures = Counter({name.removeprefix("failures/"): value for name, value in failures.items()})
             elif record["kind"] == "eval":
                 values = {name: value for name, value in record.items() if name.startswith("eval/")}
-                self._evals = [*self._evals[:1], (version, values, None)]
+                self._evals = [*self._evals[:1], (version, values, [])]
             elif record["kind"] == "probe" and (kl := record.get("probe/kl")) is not None:
                 self._worst_probe = max(self._worst_probe or 0.0, kl)
         self._resumed_at = self.version
@@ -151,7 +151,7 @@ class Report:
     def evaluated(
         self, version: int, report: EvalReport, values: Mapping[str, float], rollouts: Sequence[Rollout]
     ) -> None:
-        self._evals = [*self._evals[:1], (version, values, rollouts[0])]
+        self._evals = [*self._evals[:1], (version, values, list(rollouts))]
         for env, result in report.envs.items():
             lost = f", {result.unmeasured}" if result.unmeasured else ""
             self.say(
@@ -285,11 +285,23 @@ class Report:
         }
         width = max(map(len, rows))
         lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
-        for version, _, example in self._evals if len(self._evals) > 1 else []:
-            if example is not None:  # else it is in the run directory
-                lines.append(f"  example at version {version} (reward {example.reward:g}):")
-                lines += [f"    {escaped(line)}" for line in self._decode(example.token_ids).strip().splitlines()]
+        for version, example in self._examples():
+            lines.append(f"  example at version {version} (reward {example.reward:g}):")
+            lines += [f"    {escaped(line)}" for line in self._decode(example.token_ids).strip().splitlines()]
         return "\n".join(lines)
+
+    def _examples(self) -> list[tuple[int, Rollout]]:
+        """The task whose reward rose most from the first evaluation to the last; of one before a resume, no text."""
+        if len(self._evals) < 2:
+            return []
+        (first, _, before), (last, _, after) = self._evals
+        earlier = {(r.env, r.task_id, r.sample): r for r in before if not r.failed}
+        pairs = [(earlier.get((r.env, r.task_id, r.sample)), r) for r in after if not r.failed]
+        both = [(then, now) for then, now in pairs if then is not None]
+        if not both:
+            return [(last, now) for _, now in pairs[:1]]
+        then, now = max(both, key=lambda pair: pair[1].reward - pair[0].reward)
+        return [(first, then), (last, now)]
 
     def _count(self, version: int, values: Mapping[str, object]) -> None:
         """A step, of this process or of one before."""

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from spmd_rl.bounds import Bound
 from spmd_rl.orchestrator.eval_sink import EvalReport
@@ -65,3 +66,32 @@ def test_a_resume_goes_on_from_what_was_recorded_and_its_times_are_its_own():
     assert (summary["eval_first"], summary["failures"]) == ({"eval/fake/reward": 0.1}, {"ValueError": 8})
     assert summary["trainer_idle"] == (7 + 8) / (7 + 8 + 3)  # the first batch is waited for anyway
     assert "\n  steps                     3 in 0s, version 8\n" in resumed.table(summary, paths={})
+
+
+def said(task_id: str, reward: float, *, failed: bool = False):
+    rollout = fakes.rollout(fakes.work(), failed=failed)
+    rollout.task_id, rollout.reward = task_id, reward
+    rollout.token_ids = np.array([int(task_id), int(10 * reward)], np.int32)
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ([said("1", 1.0), said("2", 0.0)], [said("2", 1.0), said("1", 1.0)], ["[2 0]", "[ 2 10]"]),
+        ([said("1", 0.5), said("2", 0.4)], [said("1", 0.6), said("2", 0.9)], ["[2 4]", "[2 9]"]),
+        ([said("1", 1.0), said("2", 1.0)], [said("1", 1.0), said("2", 0.0)], ["[ 1 10]", "[ 1 10]"]),
+        ([said("1", 0.0, failed=True), said("2", 0.5)], [said("1", 1.0), said("2", 0.5)], ["[2 5]", "[2 5]"]),
+        ([said("1", 0.0, failed=True)], [said("1", 1.0)], ["[ 1 10]"]),
+        ([said("1", 0.0)], [said("1", 0.0, failed=True)], []),
+    ],
+)
+def test_the_example_is_the_task_whose_reward_rose_most(before, after, shown):
+    of = report()
+    lines: list[dict] = []
+    train(of, lines, range(1, 2))
+    of._evals.clear()
+    for version, rollouts in ((0, before), (8, after)):
+        of.evaluated(version, EvalReport(eval_id="", envs={}), {"eval/fake/reward": 0.0}, rollouts)
+    table = of.table(of.summary("done", {}, {}, OPEN), paths={})
+    assert [line.strip() for line in table.splitlines() if line.startswith("    ")] == shown
