@@ -51,7 +51,14 @@ def data_anew(config: Config, version: int, data_from: int) -> bool:
     return wanted == version != data_from
 
 
-def compare(there: Facts, here: Facts, config: Config, *, version: int, anew: bool) -> list[str]:
+def restart_hint(version: int, data_from: int) -> str:
+    """How other data are started on purpose."""
+    if version == data_from:
+        return "remove this checkpoint, whose data began here"
+    return f"start the data at 0 on purpose with data.restart_at={version}"
+
+
+def compare(there: Facts, here: Facts, config: Config, *, restart: str, anew: bool) -> list[str]:
     """What differs and is no harm, a line each; ValueError for what is."""
     names = sorted((there.keys() | here.keys()) - {WEIGHTS, EVALUATED})
     for name in names:
@@ -61,7 +68,7 @@ def compare(there: Facts, here: Facts, config: Config, *, version: int, anew: bo
         values = "is another, by content" if name in DIGESTS else f"= {_shown(now)}, it was {_shown(was)}"
         if name == "critic":
             values = f"is {now}, it was {was} (trainer.advantage, critic.body)"
-        raise ValueError(f"{name} {values}: {_next_step(name, version)}")
+        raise ValueError(f"{name} {values}: {_next_step(name, restart)}")
     lines = []
     if there[WEIGHTS] != here[WEIGHTS]:
         what = f"model.path = {config.model.path!r} holds other weights than those that the run began with"
@@ -81,19 +88,19 @@ def compare(there: Facts, here: Facts, config: Config, *, version: int, anew: bo
 
 
 @contextmanager
-def data_named(version: int) -> Iterator[None]:
+def data_named(restart: str) -> Iterator[None]:
     """What the task stream finds is told with the next step."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error}: {_next_step('the data', version)}") from error
+        raise ValueError(f"{error}: {_next_step('the data', restart)}") from error
 
 
-def _next_step(name: str, version: int) -> str:
+def _next_step(name: str, restart: str) -> str:
     if name in FIXED:
         return "give the former one back, or export the checkpoint and train from that folder in a new run.dir"
     former = "rows back (appended ones and more epochs are no harm)" if name == "the data" else "value back"
-    return f"give the former {former}, or start the data at 0 on purpose with data.restart_at={version}"
+    return f"give the former {former}, or {restart}"
 
 
 def _shown(value: object) -> str:

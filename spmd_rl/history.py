@@ -49,11 +49,10 @@ def starts(run_dir: RunDir) -> list[Start]:
     return found
 
 
-def add(run_dir: RunDir, config: Config, *, version: int, time: str, weights: str) -> Start:
-    """Record a start; the newest config is in config.toml too."""
+def add(run_dir: RunDir, config: Config, *, version: int, time: str, weights: str, resumed: bool) -> Start:
+    """Record a start, from a checkpoint or anew; the newest config is in config.toml too."""
     before = starts(run_dir) if run_dir.history.exists() else []
-    trained = start_of(before, version - 1) if version else None
-    changed = changes(config_of(run_dir, trained), config) if trained else ()
+    changed = changes(config_of(run_dir, start_of(before, version - 1)), config) if resumed else ()
     name = f"configs/start_{len(before)}.toml"
     start = Start(version=version, time=time, config=name, weights=weights, changed=changed)
     text = config_module.dump(config)

@@ -28,12 +28,12 @@ def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple
 
     `restarted`: the launcher brought the world back by itself, so a used directory is no mistake.
     """
+    if config.run.resume == "never" and run_dir.used and not restarted:
+        raise ValueError(f"run.dir = {run_dir.path} holds a run already: choose another, or resume = auto")
     if run_dir.used or run_dir.history.exists():
         history.starts(run_dir)
     checkpoint.tidy(run_dir.checkpoints)
     newest = checkpoint.newest(run_dir.checkpoints)
-    if config.run.resume == "never" and run_dir.used and not restarted:
-        raise ValueError(f"run.dir = {run_dir.path} holds a run already: choose another, or resume = auto")
     if config.run.resume == "must" and newest is None and not restarted:
         raise ValueError(f"nothing to resume: no complete checkpoint in {run_dir.checkpoints}")
     if newest is None:
@@ -63,12 +63,13 @@ def go_on(
     version = words["path"]["version"]
     anew = continuation.data_anew(config, version, words["data_from"])
     try:
-        lines = continuation.compare(words["facts"], here, config, version=version, anew=anew)
+        restart = continuation.restart_hint(version, words["data_from"])
+        lines = continuation.compare(words["facts"], here, config, restart=restart, anew=anew)
         if anew:
             drawn = words["tasks"]["cursor"]
             lines.append(f"data.restart_at = {version}: the data start at 0, {drawn} tasks were drawn before")
         else:
-            with continuation.data_named(version):
+            with continuation.data_named(restart):
                 tasks.restore(words["tasks"])
     except ValueError as error:
         raise ValueError(f"cannot resume from {folder}: {error}") from error

@@ -178,7 +178,14 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     disk.check_room(model, run_dir.path, **config.on_disk)
     aside = run_dir.abandon_after(version if restored else -1)
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    begun = history.add(run_dir, config, version=version, time=began, weights=facts[continuation.WEIGHTS])
+    begun = history.add(
+        run_dir,
+        config,
+        version=version,
+        time=began,
+        weights=facts[continuation.WEIGHTS],
+        resumed=restored is not None,
+    )
     print(config_module.dump(config))
     print(f"run directory {run_dir.path}")
     print(world.describe())

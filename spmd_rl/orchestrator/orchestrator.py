@@ -223,6 +223,10 @@ class Orchestrator:
             self._tasks.restore(words["tasks"])
             self._difficulty.restore(words.get("difficulty", ()))
         self._data_from = self._first_version if data_anew else words["data_from"]
+        for group in state.groups:  # as the settings of now have it: equal to the bit where they have not changed
+            group.advantages = self.sink.advantages_of(group.rollouts)
+        for batch in state.batches:
+            batch.advantages = self.sink.batch_advantages_of(batch.rollouts)
         self.path.restore(state)
         if self._adaptive is not None:
             self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))

@@ -103,6 +103,26 @@ class TrainSink:
         """Whether it has something to train."""
         return not rollout.failed and rollout.num_trainable > 0 and self._trains(rollout)
 
+    def advantages_of(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        """[k] float32 of one group, by its rewards."""
+        usable = self._usable(rollouts)
+        rewards = np.array([self._shaped_reward(r) for r in rollouts], np.float64)
+        return np.where(usable, self._advantages(rewards, usable), 0).astype(np.float32)
+
+    def batch_advantages_of(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        """[B] float32 of one batch, group after group, by its rewards."""
+        size = self.group_size
+        groups = [self.advantages_of(rollouts[first : first + size]) for first in range(0, len(rollouts), size)]
+        return self._of_batch(rollouts, np.concatenate(groups))
+
+    def _of_batch(self, rollouts: Sequence[Rollout], advantages: np.ndarray) -> np.ndarray:
+        if self._batch_advantages is None:
+            return advantages
+        return self._batch_advantages(advantages, self._usable(rollouts))
+
+    def _usable(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        return np.fromiter(map(self.usable, rollouts), np.bool_, len(rollouts))
+
     def admitted(self, work: GroupWork) -> None:
         """A group was admitted (or is running again after a resume): in order of tickets."""
         self._running[work.first_ticket] = work
@@ -115,7 +135,7 @@ class TrainSink:
         work = self._running.pop(group.first_ticket)
         if self._wait:
             self._due[self._deadline(work.first_ticket, work.version)] -= work.size
-        usable = np.fromiter((self.usable(r) for r in group.rollouts), np.bool_, len(group.rollouts))
+        usable = self._usable(group.rollouts)
         oldest = _oldest(group)
         if oldest < work.version:
             raise RuntimeError(
@@ -124,8 +144,7 @@ class TrainSink:
             )
         verdict = self._judge(group, usable, oldest)
         if verdict == KEPT:
-            rewards = np.array([self._shaped_reward(r) for r in group.rollouts], np.float64)
-            group.advantages = np.where(usable, self._advantages(rewards, usable), 0).astype(np.float32)
+            group.advantages = self.advantages_of(group.rollouts)
             self._keep(group, oldest)
         else:
             self._order.gone(group.first_ticket)
@@ -160,10 +179,7 @@ class TrainSink:
             groups.sort(key=lambda group: group.first_ticket)
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             advantages = np.concatenate([group.advantages for group in groups])
-            if self._batch_advantages is not None:
-                usable = np.fromiter(map(self.usable, rollouts), np.bool_, len(rollouts))
-                advantages = self._batch_advantages(advantages, usable)
-            batch = Batch(index=index, rollouts=rollouts, advantages=advantages)
+            batch = Batch(index=index, rollouts=rollouts, advantages=self._of_batch(rollouts, advantages))
             self._assert_consumable(batch)
         self._next_index = index + 1
         return batch

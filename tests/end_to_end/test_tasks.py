@@ -155,7 +155,7 @@ def test_a_checkpoint_is_exported_as_the_folder_that_the_run_itself_wrote(misbeh
     for arguments, message in (
         ((run_dir, "--step", 3, tmp_path / "x"), "no complete checkpoint of version 3"),
         ((run_dir, tmp_path / "six"), "exists already"),
-        ((tmp_path, tmp_path / "x"), "not a run directory"),
+        ((tmp_path, tmp_path / "x"), "is no run directory"),
     ):
         failed = command("export", *arguments)
         assert failed.returncode == 2 and message in failed.stderr

@@ -239,7 +239,7 @@ def test_what_cannot_be_exported_is_said(whole, tmp_path):
         export(run, tmp_path / "out", None, "bfloat16")
     run.mkdir()
     loaded = config.load(ROOT / "configs" / "tiny_cpu.toml", [f"model.path={whole}"])
-    history.add(RunDir(run), loaded, version=0, time="2026-01-01T00:00:00Z", weights="")
+    history.add(RunDir(run), loaded, version=0, time="2026-01-01T00:00:00Z", weights="", resumed=False)
     for folder, message in (
         (tmp_path / "out", "no complete checkpoint in"),
         (run, "exists already"),

@@ -16,8 +16,9 @@ def config(**sections):
     return config_module.from_tree(BASE | sections)
 
 
-def add(run_dir: RunDir, made: config_module.Config, version: int) -> history.Start:
-    return history.add(run_dir, made, version=version, time="2026-01-01T00:00:00Z", weights="w")
+def add(run_dir: RunDir, made: config_module.Config, version: int, resumed: bool = True) -> history.Start:
+    time = "2026-01-01T00:00:00Z"
+    return history.add(run_dir, made, version=version, time=time, weights="w", resumed=resumed)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def run_dir(tmp_path):
 )
 def test_a_batch_was_trained_by_the_last_start_that_began_at_it_or_before(run_dir, began, trained):
     for number, version in enumerate(began):
-        add(run_dir, config(run={"steps": 10 + number}), version)
+        add(run_dir, config(run={"steps": 10 + number}), version, resumed=version > 0)
     starts = history.starts(run_dir)
     for index, number in trained.items():
         assert history.config_of(run_dir, history.start_of(starts, index)).run.steps == 10 + number
@@ -48,13 +49,14 @@ def test_a_batch_was_trained_by_the_last_start_that_began_at_it_or_before(run_di
 
 
 def test_a_start_knows_what_changed_since_what_it_goes_on_from(run_dir):
-    add(run_dir, config(), 0)
+    add(run_dir, config(), 0, resumed=False)
     assert add(run_dir, config(trainer={"loss": "ppo"}), 4).changed == ("trainer.loss decoupled → ppo",)
     again = add(run_dir, config(trainer={"loss": "ppo", "betas": (0.8, 0.9)}), 4)  # the one before saved nothing
     assert again.changed == ("trainer.betas [0.9, 0.95] → [0.8, 0.9]", "trainer.loss decoupled → ppo")
     assert add(run_dir, config(run={"dir": "elsewhere", "resume": "must"}), 4).changed == ()
     assert [start.version for start in history.starts(run_dir)] == [0, 4, 4, 4]
-    assert add(run_dir, config(run={"steps": 7}), 0).changed == ()  # begun anew: it goes on from nothing
+    assert add(run_dir, config(run={"steps": 7}), 0, resumed=False).changed == ()  # begun anew: from nothing
+    assert add(run_dir, config(), 0).changed == ("run.steps 7 → 100",)  # of the checkpoint of a stop before version 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_another_format_is_refused_in_a_line(run_dir, capsys, text, message, com
 
 
 def test_a_config_of_a_start_that_is_damaged_is_named(run_dir):
-    add(run_dir, config(), 0)
+    add(run_dir, config(), 0, resumed=False)
     (run_dir.path / "configs" / "start_0.toml").write_text("[model]\npath = 3\n")
     with pytest.raises(ValueError, match=r"configs/start_0\.toml: not the config of a start"):
         add(run_dir, config(), 4)

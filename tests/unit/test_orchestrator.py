@@ -18,6 +18,7 @@ from spmd_rl.orchestrator.weight_exchange import Loaded, Sent, WeightExchange
 from spmd_rl.run_dir import RunDir
 from spmd_rl.task_stream import TaskStream
 from tests import fakes
+from tests.unit.test_resume import state as saved
 
 ENGINE, TRAINER, MEMBER = 0, 1, 2
 STEP = {"wait_s": 0.0, "step_s": 1.0, "hold_s": 0.0, "grad_norm": 1.0, "learning_rate": 1.0}
@@ -369,3 +370,52 @@ def test_engines_are_told_of_weights_on_disk_with_the_checksums_of_the_trainers(
         assert ranks.told == [(version, (1, 2)) for version in (0, 1, 2)]
 
     asyncio.run(main())
+
+
+def held(version: int = 2):
+    """A checkpoint's half with a kept group, a formed batch and an unfinished group, of rewards 0 and 1."""
+    words, rollouts = saved(version)
+    for rollout in rollouts:
+        rollout.reward = float(rollout.ticket % 2)
+    return words, rollouts
+
+
+def advantages(tmp_path, **sections) -> list[list[float]]:
+    """Of what is held, after a resume with these settings: kept groups, then formed batches."""
+    words, rollouts = held()
+    words["tasks"] = {"cursor": 0, "sources": {}}
+    ranks = Ranks(tmp_path, version=2, **sections)
+    ranks.orchestrator.restore(words, rollouts)
+    groups, batches = ranks.orchestrator.sink.snapshot()
+    return [each.advantages.tolist() for each in (*groups, *batches)]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "group"),
+    [
+        ({}, [-0.70711, 0.70711]),
+        ({"advantage": "rloo"}, [-1.0, 1.0]),
+        ({"advantage": "dr_grpo"}, [-0.5, 0.5]),
+        ({"advantage_scale": -2.0}, [1.41421, -1.41421]),
+    ],
+)
+def test_what_is_held_has_the_advantages_of_the_settings_resumed_with(tmp_path, trainer, group):
+    kept, batch = advantages(tmp_path, trainer=trainer)
+    assert kept == pytest.approx(group, abs=1e-5) and batch == pytest.approx(2 * group, abs=1e-5)
+
+
+def test_an_estimator_over_the_batch_is_not_given_what_another_made_of_the_groups(tmp_path):
+    kept, batch = advantages(tmp_path, trainer={"advantage": "reinforce_pp"})
+    assert kept == [0.0, 1.0]  # rewards, until a batch is formed
+    assert batch == pytest.approx([-0.86603, 0.86603] * 2, abs=1e-5)
+
+
+def test_where_the_data_start_anew_what_is_unfinished_is_of_the_new_data_under_its_tickets(tmp_path):
+    words, rollouts = held()
+    ranks = Ranks(tmp_path, version=2)
+    ranks.orchestrator.restore(words, rollouts, data_anew=True)
+    after, _ = ranks.orchestrator._snapshot()
+    (before,), (work,) = words["path"]["unfinished"], after["path"]["unfinished"]
+    assert before["task"]["env"] == "e" and work["task"] == {"env": "fake", "task_id": "0", "data": {}}
+    assert {**before, "task": 0, "version": 2} == {**work, "task": 0}
+    assert after["tasks"]["cursor"] == 1 and after["data_from"] == 2 and after["difficulty"] == []

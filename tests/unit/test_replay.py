@@ -19,7 +19,7 @@ STEPS, RANKS = 3, 2
 
 def add_start(run_dir: RunDir, config: config_module.Config, version: int = 0) -> None:
     weights = fingerprint.weights_digest(Path(config.model.path))
-    history.add(run_dir, config, version=version, time="2026-01-01T00:00:00Z", weights=weights)
+    history.add(run_dir, config, version=version, time="2026-01-01T00:00:00Z", weights=weights, resumed=version > 0)
 
 
 @pytest.fixture(scope="module")

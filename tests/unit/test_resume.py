@@ -102,7 +102,7 @@ def save(run_dir: RunDir, version: int = 2, *, exported: bool = True) -> Path:
 def run_dir(tmp_path, config):
     made = RunDir(tmp_path)
     made.create()
-    history.add(made, config, version=0, time="2026-01-01T00:00:00Z", weights="w")
+    history.add(made, config, version=0, time="2026-01-01T00:00:00Z", weights="w", resumed=False)
     return made
 
 
