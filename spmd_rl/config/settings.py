@@ -22,7 +22,8 @@ class Run:
     seed: int = 0
     """of the data order and of every sampled token"""
     resume: str = "auto"
-    """auto: from the newest complete checkpoint if there is one; must: there must be one; never: a fresh directory"""
+    """auto: from the newest complete checkpoint, or from the start where there is none, with what is there moved to
+    abandoned/; must: there must be one; never: a fresh directory"""
     metrics_interval_s: float = 10.0
     """seconds between two lines of interval metrics"""
     probe_every: int = 1
@@ -101,7 +102,7 @@ class Rollout:
 
 @SETTINGS
 class Data:
-    """Which tasks are drawn, by how often they were solved lately."""
+    """Which tasks are drawn: by how often they were solved lately, and from where."""
 
     min_solve_rate: float = 0.0
     """tasks solved less often than this are passed over; 0: off"""
