@@ -118,7 +118,7 @@ class RunDir:
         late = [p for p in self.batches.iterdir() if _number(p) >= version]
         late += [p for p in self.evals.iterdir() if _number(p) > version]
         if version < 0:
-            late += [p for p in (self.model, self.adapter, self.summary, self.curve) if p.exists()]
+            late += [p for p in (self.model, self.adapter, self.summary, self.curve, self.failures) if p.exists()]
         try:
             lines = self.metrics.read_text("utf-8").splitlines(keepends=True) if self.metrics.exists() else []
             whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
