@@ -80,6 +80,13 @@ def _read(prog: str, argv: Sequence[str]) -> tuple[config_module.Config, str]:
 
 
 def _train(argv: Sequence[str]) -> int:
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:  # of several nodes one may have another config, or none
+        from spmd_rl.train import train
+
+        try:
+            return train(*_read("spmd_rl", argv))
+        except ValueError as error:
+            return train(error, "")
     config, name = _read("spmd_rl", argv)
     check_world_size(os.environ, config.split)
 

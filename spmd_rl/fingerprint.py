@@ -9,12 +9,21 @@ import hashlib
 import json
 import mmap
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
-from spmd_rl.model_files import Stored, stored_tensors
+import numpy as np
+
+from spmd_rl.model_files import read_header, stored_tensors
 
 NUM_READERS = 8  # tensors read at a time
+BLOCK = 2**17  # values looked at at a time: they stay in the cache of the processor
+EXPONENTS = {
+    "BF16": (np.uint16, np.uint16(0x7F80)),
+    "F16": (np.uint16, np.uint16(0x7C00)),
+    "F32": (np.uint32, np.uint32(0x7F800000)),
+    "F64": (np.uint64, np.uint64(0x7FF0000000000000)),
+}
 UNUSED = ("truncation", "padding")  # of tokenizer.json: never applied
 
 
@@ -25,20 +34,7 @@ def weights_digest(folder: Path) -> str:
 
 def tensor_digests(folder: Path) -> dict[str, str]:
     """Digest by name of each tensor that a model is loaded from."""
-    tensors = stored_tensors(folder)
-    with ExitStack() as stack, ThreadPoolExecutor(NUM_READERS) as pool:
-        contents = {
-            file: mmap.mmap(stack.enter_context(open(file, "rb")).fileno(), 0, access=mmap.ACCESS_READ)
-            for file in {tensor.file for tensor in tensors.values()}
-        }
-
-        def digest(tensor: Stored) -> str:
-            known = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-            with memoryview(contents[tensor.file])[tensor.begin : tensor.end] as part:
-                known.update(part)
-            return known.hexdigest()
-
-        return dict(zip(tensors, pool.map(digest, tensors.values()), strict=True))
+    return {name: digests_of(tensor.file)[name] for name, tensor in stored_tensors(folder).items()}
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -56,6 +52,46 @@ def template_digest(folder: Path) -> str:
     if file.is_file():
         return _digest(json.dumps(file.read_text(encoding="utf-8")))
     return _digest(json.dumps(_read_json(folder / "tokenizer_config.json").get("chat_template"), sort_keys=True))
+
+
+def digests_of(file: Path) -> dict[str, str]:
+    """Digest by name of each tensor of one safetensors file; one that is still as it was is not read again."""
+    status = file.stat()
+    return dict(_read_once(file, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@cache
+def _read_once(file: Path, *seen_as: int) -> dict[str, str]:
+    tensors = dict(read_header(file))
+    if not tensors:
+        return {}
+    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+
+        def digest(name: str) -> str:
+            stored = tensors[name]
+            known = hashlib.blake2b(f"{stored.dtype} {list(stored.shape)}".encode(), digest_size=16)
+            with memoryview(content)[stored.begin : stored.end] as part:
+                known.update(part)
+                if not _finite(part, stored.dtype):
+                    raise ValueError(f"{file}: {name} has values that are infinite or not a number")
+            return known.hexdigest()
+
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            return dict(zip(tensors, pool.map(digest, tensors), strict=True))
+
+
+def _finite(part: memoryview, dtype: str) -> bool:
+    """By exponents that have every bit set."""
+    if dtype not in EXPONENTS:
+        return True
+    words, bits = EXPONENTS[dtype]
+    values = np.frombuffer(part, words)
+    return all(int((values[i : i + BLOCK] & bits).max()) != bits for i in range(0, len(values), BLOCK))
+
+
+def file_digest(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _digest(text: str) -> str:

@@ -16,14 +16,14 @@ import pkgutil
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from spmd_rl import config as config_module
 from spmd_rl import continuation, disk, history
+from spmd_rl.agreement import agree
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine, check_lengths, device_bytes, memory_warnings
 from spmd_rl.guard import die_with_parent
@@ -32,6 +32,7 @@ from spmd_rl.liveness import Failure, Liveness
 from spmd_rl.make_trainer import check_model
 from spmd_rl.member import run_member
 from spmd_rl.orchestration import run_orchestrator
+from spmd_rl.rank_facts import compare_files, compare_programs
 from spmd_rl.resume import go_on, starting_point
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
@@ -39,6 +40,7 @@ from spmd_rl.tasks import Tasks, make_tasks
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.world import (
+    Meeting,
     World,
     agreed_code,
     check_shared_folder,
@@ -47,11 +49,13 @@ from spmd_rl.world import (
     end_torchrun,
     join,
     leave,
+    leave_refused,
+    meet,
     note,
 )
 
 T = TypeVar("T")
-PREPARE_S = 1800.0  # that the ranks wait for the model to be made
+PREPARE_S = 1800.0  # that the ranks wait for the model to be made, and for each other to read it
 GRACE_S = 5.0  # after shutdown_s a rank that hangs ends
 
 
@@ -64,29 +68,33 @@ class Start:
     restored: Path | None  # checkpoint to go on from
     tasks: Tasks | None = None  # the leading rank's
     facts: Mapping[str, object] | None = None  # the leading rank's: what later starts depend on
+    differences: tuple[str, ...] = ()  # the leading rank's: what is other than at the start before, a line each
 
 
-def train(config: Config, name: str) -> None:
-    """Ends the process of this rank with the code of the run; never returns."""
+def train(config: Config | ValueError, name: str) -> None:
+    """Ends the process of this rank with the code of the run; never returns.  `config`: or why this rank has none."""
     die_with_parent(os.getppid())  # no rank outlives a torchrun that was killed
-    world = join(
-        num_inference=config.topology.inference,
-        num_trainers=config.topology.trainer,
-        dp_replicate=config.topology.dp_replicate,
-        tensor_parallel=config.topology.tensor_parallel,
-        context_parallel=config.topology.context_parallel,
-        engine_on_rank0=config.inference.engine_on_rank0,
-        engine_ranks_each=config.inference.tensor_parallel,
-    )
+    meeting = meet()
     try:
-        start = _agree(world, config, name)
+        compare_programs(meeting, config)
+        assert isinstance(config, Config)  # or all ranks have been refused
+        world = join(
+            meeting,
+            num_inference=config.topology.inference,
+            num_trainers=config.topology.trainer,
+            dp_replicate=config.topology.dp_replicate,
+            tensor_parallel=config.topology.tensor_parallel,
+            context_parallel=config.topology.context_parallel,
+            engine_on_rank0=config.inference.engine_on_rank0,
+            engine_ranks_each=config.inference.tensor_parallel,
+        )
+        start = _agree(meeting, world, config, name)
         check_shared_folder(world, start.run_dir)
     except ValueError as error:
-        if world.leads:
-            print(f"error: {error}", file=sys.stderr)
-        note(world, "ended", 2)
-        end_process(2)
-    note(world, "started")
+        leave_refused(meeting, error, 2)
+    except TimeoutError as error:
+        leave_refused(meeting, error, 1)
+    note(world.job, "started")
     signals = StopSignals(
         shutdown_s=config.run.shutdown_s + GRACE_S, end=lambda code: _stop_by_force(world, signals.code, code)
     )
@@ -103,7 +111,7 @@ def train(config: Config, name: str) -> None:
     live.start()
     try:
         if code := _play(world, config, start, live, signals):
-            note(world, "ended", code)
+            note(world.job, "ended", code)
         live.progress("waiting for all to leave")
         leave(world, timeout_s=config.run.shutdown_s)
     except BaseException as error:
@@ -131,26 +139,31 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
     return agreed_code(world.store)
 
 
-def _agree(world: World, config: Config, name: str) -> Start:
-    """The leading rank prepares and tells; the others wait for it.  ValueError on all ranks alike."""
-    start = None
-    if world.leads:
-        try:
-            start = _prepare(world, config, name)
-            words = {"run_dir": str(start.run_dir), "version": start.version, "restored": str(start.restored or "")}
-        except (ValueError, OSError) as error:
-            words = {"error": str(error)}
-        world.store.set("start", json.dumps(words))
-    world.store.wait(["start"], timedelta(seconds=PREPARE_S))
-    words = json.loads(world.store.get("start"))
-    if "error" in words:
-        raise ValueError(words["error"])
+def _agree(meeting: Meeting, world: World, config: Config, name: str) -> Start:
+    """The leading rank prepares, all compare what they read, and it begins the run.  ValueError on all ranks alike."""
+    start: Start | None = None
+
+    def prepare() -> None:
+        nonlocal start
+        start = _prepare(world, config, name) if world.leads else None
+
+    def begin() -> dict[str, Any] | None:
+        if start is None:
+            return None
+        _begin(world, config, start, lines)
+        return {"run_dir": str(start.run_dir), "version": start.version, "restored": str(start.restored or "")}
+
+    agree(meeting, "preparation", prepare, lambda said: None, timeout_s=PREPARE_S)
+    kind, has_device = "trainer" if world.role == "trainer" else "engine", world.topology.takes_device(world.rank)
+    devices = {kind: world.device.type} if has_device else {}
+    lines = compare_files(meeting, config, role=world.role, devices=devices, timeout_s=PREPARE_S)
+    words = agree(meeting, "start", begin, lambda said: said[0].value, timeout_s=PREPARE_S)
     restored = Path(words["restored"]) if words["restored"] else None
     return start or Start(run_dir=Path(words["run_dir"]), version=words["version"], restored=restored)
 
 
 def _prepare(world: World, config: Config, name: str) -> Start:
-    """Make the model and the run directory, and find the checkpoint to go on from."""
+    """Make the model, read the tasks, and find the checkpoint to go on from; nothing else is changed."""
     check_engine(config)
     model = Path(config.model.path)
     config_module.check_model_folder(config)
@@ -174,33 +187,40 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     others: list[str] = []
     if restored:
         facts, others = go_on(restored, config, tasks.train, facts)
+    return Start(
+        run_dir=run_dir.path, version=version, restored=restored, tasks=tasks, facts=facts, differences=tuple(others)
+    )
+
+
+def _begin(world: World, config: Config, start: Start, compared: Sequence[str]) -> None:
+    """Make the run directory, move aside what lies beyond the checkpoint, and say what begins."""
+    run_dir = RunDir(start.run_dir)
     run_dir.create()
-    disk.check_room(model, run_dir.path, **config.on_disk)
-    aside = run_dir.abandon_after(version if restored else -1)
-    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    disk.check_room(Path(config.model.path), run_dir.path, **config.on_disk)
+    aside = run_dir.abandon_after(start.version if start.restored else -1)
+    assert start.facts is not None
     begun = history.add(
         run_dir,
         config,
-        version=version,
-        time=began,
-        weights=facts[continuation.WEIGHTS],
-        resumed=restored is not None,
+        version=start.version,
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        weights=start.facts[continuation.WEIGHTS],
+        resumed=start.restored is not None,
     )
     print(config_module.dump(config))
     print(f"run directory {run_dir.path}")
     print(world.describe())
-    for line in config_module.limits(config):
+    for line in (*compared, *config_module.limits(config)):
         print(line)
-    if restored:
-        print(f"resuming from {restored}; changed: {'; '.join(begun.changed) or 'no setting'}")
-        for line in others:
+    if start.restored:
+        print(f"resuming from {start.restored}; changed: {'; '.join(begun.changed) or 'no setting'}")
+        for line in start.differences:
             print(line)
     elif aside:
         print(f"the run before left no complete checkpoint: it lies in {aside} now, and this one begins at version 0")
     for line in config_module.warnings(config) + memory_warnings(config, world.device, device_bytes(world.device)):
         print(f"warning: {line}")
     sys.stdout.flush()
-    return Start(run_dir=run_dir.path, version=version, restored=restored, tasks=tasks, facts=facts)
 
 
 def _named_once(world: World, name: str) -> str:
@@ -241,7 +261,7 @@ def _give_up(error: BaseException, live: Liveness) -> NoReturn:
 
 def _stop_by_force(world: World, asked: int, code: int) -> NoReturn:
     """A stop that was asked for is for good, also where it had to be forced; nor can the job's store hold it."""
-    noting = threading.Thread(target=note, args=(world, "ended", asked), daemon=True)
+    noting = threading.Thread(target=note, args=(world.job, "ended", asked), daemon=True)
     noting.start()
     noting.join(1.0)
     end_process(code)

@@ -1,7 +1,8 @@
 """The world of one torchrun: a rank becomes a role, a device and its process groups, here and nowhere else.
 
-`join` is called once by every rank and builds every group of the job in one order, before any engine exists: an engine
-may swap the default group, after which new groups would no longer meet.  After it, every call names its group.
+`meet` finds the other ranks; `join` is called once by every rank and builds every group of the job in one order, before
+any engine exists: an engine may swap the default group, after which new groups would no longer meet.  After it, every
+call names its group.
 
     group          members                         backend         carries
     ctl            all ranks                       gloo            control messages, rollouts, batches
@@ -27,7 +28,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -54,6 +55,20 @@ class Place:
     device: str  # unique on the host; "cpu" where the rank has no accelerator
     name: str  # as torch calls it there: "cpu", "cuda:1"
     restarts: int = 0  # of its torchrun after starts that began, by its script; a node that came back counts anew
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Meeting:
+    """All ranks of one start before any group exists: what they say to each other goes through the store."""
+
+    rank: int
+    world_size: int
+    host: str
+    generation: int  # 1 at the first start, one more after every restart of the world
+    restarted: bool  # an earlier start of this job began: it got past all that may be refused
+    job: Store  # of all starts by this torchrun
+    store: Store  # of this generation; a thread uses its own store.clone()
+    timeout_s: float  # how long ranks wait for each other until the last group is made
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,7 +141,29 @@ class World:
         return ", ".join(parts)
 
 
+def meet(timeout_s: float = 300.0) -> Meeting:
+    """Find the other ranks of this start; ends the process where an earlier one of this job was refused or stopped."""
+    timeout = timedelta(seconds=timeout_s)
+    raw_store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    generation = _meet(raw_store, rank, world_size)
+    job = dist.PrefixStore("spmd_rl/job", raw_store.clone())  # not held up by a wait in `store`
+    if job.check(["ended"]):
+        print(f"rank {rank}: this job was refused or stopped, and is not started again", file=sys.stderr)
+        end_process(int(job.get("ended")))
+    return Meeting(
+        rank=rank,
+        world_size=world_size,
+        host=socket.gethostname(),
+        generation=generation,
+        restarted=job.check(["started"]),
+        job=job,
+        store=dist.PrefixStore(f"spmd_rl/{generation}", raw_store),
+        timeout_s=timeout_s,
+    )
+
+
 def join(
+    meeting: Meeting,
     *,
     num_inference: int,
     num_trainers: int,
@@ -135,9 +172,8 @@ def join(
     context_parallel: int = 1,
     engine_on_rank0: bool = True,
     engine_ranks_each: int = 1,
-    start_timeout_s: float = 300.0,  # how long ranks wait for each other until the last group is made
 ) -> World:
-    """Meet all ranks, choose the device, build all groups. Every rank calls it once, with equal arguments."""
+    """Choose the device and build all groups. Every rank calls it once, with equal arguments."""
     topology = Topology(
         num_inference=num_inference,
         num_trainers=num_trainers,
@@ -148,18 +184,11 @@ def join(
         engine_ranks_each=engine_ranks_each,
     )
     check_world_size(os.environ, topology)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    start_timeout = timedelta(seconds=start_timeout_s)
-    raw_store, rank, world_size = next(rendezvous("env://", timeout=start_timeout))
-    generation = _meet(raw_store, rank, world_size)
-    store = dist.PrefixStore(f"spmd_rl/{generation}", raw_store)
-    job = dist.PrefixStore("spmd_rl/job", raw_store.clone())  # not held up by a wait in `store`
-    if job.check(["ended"]):
-        print(f"rank {rank}: this job was refused or stopped, and is not started again", file=sys.stderr)
-        end_process(int(job.get("ended")))
-    restarted = job.check(["started"])
+    local_rank, rank, world_size = int(os.environ["LOCAL_RANK"]), meeting.rank, meeting.world_size
+    store, generation = meeting.store, meeting.generation
+    timeout = timedelta(seconds=meeting.timeout_s)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size, timeout=start_timeout
+        "gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size, timeout=timeout
     )
     device, place = _choose_device(topology, rank, local_rank)
     places = _exchange(store, rank, world_size, place)
@@ -221,8 +250,8 @@ def join(
         device=device,
         places=places,
         generation=generation,
-        restarted=restarted or restarts > 0,
-        job=job,
+        restarted=meeting.restarted or restarts > 0,
+        job=meeting.job,
         store=store,
         ctl=ctl,
         bar=bar,
@@ -247,7 +276,7 @@ def alone() -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
-def note(world: World, word: str, value: int = 1) -> None:
+def note(job: Store, word: str, value: int = 1) -> None:
     """What later starts of this job are to know: that it "started", or "ended" with a code and starts no more.
 
     torchrun keeps it in its store; launch/multi_node.sh, each of whose torchruns has a new one, in a file.
@@ -255,7 +284,7 @@ def note(world: World, word: str, value: int = 1) -> None:
     if path := os.environ.get("SPMD_RL_NOTES"):
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{word} {value}\n")
-    world.job.set(word, str(value))
+    job.set(word, str(value))
 
 
 def check_shared_folder(world: World, folder: Path) -> None:
@@ -281,6 +310,22 @@ def check_shared_folder(world: World, folder: Path) -> None:
     answers = world.store.multi_get([f"shared folder/{rank}" for rank in range(world.world_size)])
     if errors := [answer.decode() for answer in answers if answer]:
         raise ValueError(errors[0])
+
+
+def leave_refused(meeting: Meeting, error: Exception, code: int) -> NoReturn:
+    """End a start on all ranks with one code; rank 0 says why before torchrun hears of any, and is the last to go."""
+    with suppress(RuntimeError):  # the store is gone, and with it those who would be waited for
+        if meeting.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            meeting.store.set("refusal said", "1")
+        meeting.store.wait(["refusal said"], timedelta(seconds=30))
+        if code == 2:
+            note(meeting.job, "ended", code)
+        meeting.store.set(f"refused/{meeting.rank}", "1")
+        if meeting.rank == 0:
+            others = [f"refused/{rank}" for rank in range(meeting.world_size)]
+            meeting.store.wait(others, timedelta(seconds=10))
+    end_process(code)
 
 
 def agreed_code(store: Store) -> int:

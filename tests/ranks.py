@@ -84,9 +84,9 @@ def _with_group(fn: Callable[..., Any], rank: int, args: tuple, topology: dict) 
 
 
 def _with_world(fn: Callable[..., Any], rank: int, args: tuple, topology: dict) -> Any:
-    from spmd_rl.world import join
+    from spmd_rl.world import join, meet
 
-    return fn(join(**topology), *args)
+    return fn(join(meet(), **topology), *args)
 
 
 def _with_nothing(fn: Callable[..., Any], rank: int, args: tuple, topology: dict) -> Any:

@@ -51,6 +51,24 @@ def test_the_tensors_that_differ_are_those_that_were_changed(tmp_path):
     assert {name for name in here if here[name] != there[name]} == {"b"}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused_by_tensor(tmp_path, value, dtype):
+    largest = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, 0.0], dtype=dtype)
+    fingerprint.weights_digest(folder(tmp_path / "whole", {"a": largest, "none": torch.zeros(0, dtype=dtype)}))
+    long = torch.zeros(300_000, dtype=dtype)
+    long[299_999] = value
+    with pytest.raises(ValueError, match=r"model\.safetensors: a has values that are infinite or not a number"):
+        fingerprint.weights_digest(folder(tmp_path / "broken", {"a": long}))
+
+
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
+    before = fingerprint.weights_digest(folder(tmp_path / "here", TENSORS))
+    (tmp_path / "here" / "model.safetensors").unlink()
+    save_file(TENSORS | {"b": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "here" / "model.safetensors")
+    assert fingerprint.weights_digest(tmp_path / "here") != before
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     path = tmp_path_factory.mktemp("fingerprint") / "tiny"

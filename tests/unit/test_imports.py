@@ -31,6 +31,7 @@ LAYERS = [
     {"tiny_model", "smollm2"},
     {
         "world",
+        "agreement",
         "transport",
         "checkpoint",
         "batch_log",
@@ -40,6 +41,7 @@ LAYERS = [
         "recorder",
         "plot",
     },
+    {"rank_facts"},
     {"engine_thread", "engines", "episodes", "stop_signals"},
     {"orchestrator", "simulate"},
     {"make_trainer"},
@@ -56,6 +58,7 @@ ALLOWED = {
     ("config", "topology"),
     ("smollm2", "gguf"),
     ("disk", "model_files"),
+    ("fingerprint", "model_files"),
 }
 TORCH_FREE = ("orchestrator.orchestrator", "simulate", "config", "task_stream", "tokenizer", "envs.lookup", "packing")
 

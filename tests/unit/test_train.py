@@ -64,6 +64,9 @@ class Three:
         self.asked.append(split)
         return (Task(env="", task_id=f"{split} {n}") for n in range(3))
 
+    async def rollout(self, task, generate):
+        raise NotImplementedError
+
 
 CONFIG = config.from_tree({"model": {"path": "m"}, "env": {"e": {"path": "tests.unit.test_train:Three"}}})
 
