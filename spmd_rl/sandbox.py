@@ -26,13 +26,18 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
 FILE_BYTES = 1 << 24  # of a file that the code writes, its output among them
-OUTPUT_BYTES = 1 << 16  # of its output that is read
+OUTPUT_BYTES = FILE_BYTES  # of its output that is read: all of it
+ERROR_BYTES = 1 << 16  # of what it writes to stderr
+START_S = 60.0  # from its start until the code begins
+ISOLATED, CONFINED = b"i", b"c"  # marks: with namespaces of its own, or without
 NUM_FILES, NUM_PROCESSES = 128, 64
 
 
@@ -51,8 +56,17 @@ class Execution:
         return self.exit_code == 0 and not self.timed_out
 
 
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Code to be run, and what it is given."""
+
+    code: str
+    stdin: str = ""
+    fds: tuple[int, ...] = ()  # open in the code's process under the same numbers
+
+
 class Sandbox:
-    """At most `num` programs at a time; further ones wait."""
+    """At most `num` programs, or groups of programs, at a time; further ones wait."""
 
     def __init__(self, *, num: int = 4, timeout_s: float = 5.0, memory_bytes: int = 1 << 30) -> None:
         if num < 1 or not timeout_s > 0:
@@ -61,21 +75,58 @@ class Sandbox:
         self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
 
     async def run(self, code: str, stdin: str = "") -> Execution:
-        """Waits for a free place and for the program, `timeout_s` at most."""
-        async with self._free:
-            folder = Path(tempfile.mkdtemp(prefix="sandbox-"))
-            try:
-                return await self._run(folder, code, stdin)
-            finally:
-                await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+        """Waits for a free place and for the program, `timeout_s` at most from when it begins."""
+        (execution,) = await self.together([Program(code=code, stdin=stdin)])
+        return execution
 
-    async def _run(self, folder: Path, code: str, stdin: str) -> Execution:
+    async def together(self, programs: Sequence[Program], *, close: Sequence[int] = ()) -> list[Execution]:
+        """Run programs beside each other, in one place, until the first of them ends; the others are killed then.
+
+        The descriptors in `close` are closed here once all have been started.  Waits as `run` does.
+        """
+        async with self._free, contextlib.AsyncExitStack() as stack:
+            folders = [Path(tempfile.mkdtemp(prefix="sandbox-")) for _ in programs]
+            for folder in folders:
+                stack.push_async_callback(_remove, folder)
+            running: list[_Running] = []
+            try:
+                try:
+                    for folder, program in zip(folders, programs, strict=True):
+                        running.append(await self._start(stack, folder, program))
+                finally:
+                    for descriptor in close:
+                        os.close(descriptor)
+                timed_out = await self._first_ends(running)
+            finally:
+                codes = [await asyncio.shield(one.kill()) for one in running]
+            return [
+                await asyncio.to_thread(one.execution, code, timed_out)
+                for one, code in zip(running, codes, strict=True)
+            ]
+
+    async def _first_ends(self, running: list[_Running]) -> bool:
+        """Whether it did not in time."""
+        try:
+            async with asyncio.timeout(START_S):
+                for one in running:
+                    one.mark = await asyncio.to_thread(os.read, one.status, 1)
+            await asyncio.wait_for(running[0].process.wait(), self._timeout_s)
+        except TimeoutError:
+            return True
+        return False
+
+    async def _start(self, stack: contextlib.AsyncExitStack, folder: Path, program: Program) -> _Running:
+        """Only what is opened here is read later: the code may put anything in the place of a file by its name."""
         work = folder / "work"
         work.mkdir()
-        (folder / "code.py").write_text(code, encoding="utf-8", errors="surrogatepass")
-        (folder / "in").write_text(stdin, encoding="utf-8")
-        limits = (str(os.getpid()), str(self._memory_bytes), str(int(self._timeout_s) + 2))
-        with (folder / "in").open() as source, (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        (folder / "code.py").write_text(program.code, encoding="utf-8", errors="surrogatepass")
+        source, out, err = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]  # noqa: SIM115
+        source.write(program.stdin.encode("utf-8", errors="surrogatepass"))
+        source.seek(0)
+        status, told = os.pipe()
+        stack.callback(os.close, status)
+        limits = (str(os.getpid()), str(self._memory_bytes), str(int(self._timeout_s) + 2), str(told))
+        try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", __file__, str(folder), *limits),
                 stdin=source,
@@ -85,37 +136,53 @@ class Sandbox:
                 env={"PATH": "/usr/bin:/bin", "HOME": str(work), "TMPDIR": str(work), "PYTHONDONTWRITEBYTECODE": "1"}
                 | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
                 start_new_session=True,
+                pass_fds=(*program.fds, told),
             )
-        timed_out = False
-        try:
-            await asyncio.wait_for(process.wait(), self._timeout_s)
-        except TimeoutError:
-            timed_out = True
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                if (folder / "isolated").exists():
-                    os.killpg(process.pid, signal.SIGKILL)
-                else:
-                    process.terminate()  # the guard kills
-            code_ = await asyncio.shield(process.wait())
+            os.close(told)
+        return _Running(process, out, err, status)
+
+
+@dataclass(eq=False)
+class _Running:
+    process: asyncio.subprocess.Process
+    out: BinaryIO
+    err: BinaryIO
+    status: int  # pipe on which the launcher marks the code's beginning
+    mark: bytes = b""  # ISOLATED or CONFINED
+
+    async def kill(self) -> int:
+        """The exit code, 128 + signal where one ended it.  Waits for the end, which is near."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.mark == ISOLATED:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.terminate()  # the guard kills
+        code = await self.process.wait()
+        return code if code >= 0 else 128 - code
+
+    def execution(self, exit_code: int, timed_out: bool) -> Execution:
         return Execution(
-            stdout=_head(folder / "out"),
-            stderr=_head(folder / "err"),
-            exit_code=code_ if code_ >= 0 else 128 - code_,
+            stdout=_head(self.out, OUTPUT_BYTES),
+            stderr=_head(self.err, ERROR_BYTES),
+            exit_code=exit_code,
             timed_out=timed_out,
-            isolated=(folder / "isolated").exists(),
+            isolated=self.mark == ISOLATED,
         )
 
 
-def _head(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(OUTPUT_BYTES).decode("utf-8", errors="replace")
+def _head(file: BinaryIO, num_bytes: int) -> str:
+    return os.pread(file.fileno(), num_bytes, 0).decode("utf-8", errors="replace")
+
+
+async def _remove(folder: Path) -> None:
+    await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
 
 # ---- in the child
 
 
-def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int) -> None:
+def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int, status: int) -> None:
     """Become the code, confined."""
     linux, isolated = sys.platform == "linux", False
     if linux:
@@ -130,7 +197,6 @@ def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int) -> None:
     if isolated:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(text)
-        (Path(folder) / "isolated").touch()
         alive, held = os.pipe()  # hangs up when the launcher ends
         if child := os.fork():  # the child is process 1 of its namespace: with it everything in there ends
             _, status = os.waitpid(child, 0)
@@ -156,6 +222,8 @@ def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int) -> None:
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
+    os.write(status, ISOLATED if isolated else CONFINED)
+    os.close(status)
     os.execv(sys.executable, [sys.executable, "-I", os.path.join(folder, "code.py")])
 
 

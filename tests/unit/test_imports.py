@@ -23,6 +23,7 @@ LAYERS = [
         "disk",
         "guard",
         "sandbox",
+        "judged_program",
     },
     {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
     | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.sandbox import Execution, Sandbox
+from spmd_rl.sandbox import CONFINED, OUTPUT_BYTES, Execution, Sandbox
 from tests.unit.test_workers import ends
 
 
@@ -46,7 +46,7 @@ def test_open_files_and_processes_are_limited():
 
 def test_output_without_end_is_cut():
     execution = run("while True: print('x' * 1000)", timeout_s=5.0)
-    assert len(execution.stdout) == 1 << 16 and not execution.ok
+    assert len(execution.stdout) == OUTPUT_BYTES and not execution.ok
 
 
 def test_the_working_directory_is_its_own_and_is_removed():
@@ -106,10 +106,11 @@ def test_without_linux_the_other_limits_still_hold(tmp_path):
 import ctypes, os, sys
 from spmd_rl.sandbox import _launch
 sys.platform, ctypes.CDLL = "darwin", None
-_launch({str(tmp_path)!r}, os.getppid(), 1 << 30, 7)
+_launch({str(tmp_path)!r}, os.getppid(), 1 << 30, 7, os.open({str(tmp_path / "mark")!r}, os.O_WRONLY | os.O_CREAT))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "(7, 7) (-1, -1)\n", done.stderr
+    assert (tmp_path / "mark").read_bytes() == CONFINED
 
 
 def test_settings_that_cannot_be_are_refused():
