@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from spmd_rl import config as config_module
 from spmd_rl import disk
 from spmd_rl.topology import check_world_size
 
+READ_S = 1.0  # in which the ranks of a node have read the config
 USAGE = """\
 usage: torchrun --nproc-per-node=N -m spmd_rl CONFIG.toml [section.key=value ...] [--resume[=auto|must|never]]
        python -m spmd_rl check CONFIG.toml [section.key=value ...]
@@ -52,15 +54,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def refuse(error: ValueError, wait_s: float = 30.0) -> int:
-    """Say once per job what is wrong with what the user wrote.
+    """Say once on each node what is wrong with what the user wrote; the exit code of every rank.
 
-    That is for rank 0 to say.  torchrun ends all ranks when the first has ended, so the others wait to be ended, and
-    speak for themselves only if rank 0 found nothing wrong.
+    That is for the node's first rank to say: all of its ranks find the same.  When it has ended torchrun signals the
+    others, which end with the same code; one that is not signalled found something of its own, and says it.
     """
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        threading.Event().wait(wait_s)
-    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    told = threading.Event()
+    if local_rank != "0":
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
+    if local_rank == "0" or not told.wait(wait_s):
+        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    if local_rank == "0" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        told.wait(min(wait_s, READ_S))
     return 2
 
 

@@ -84,7 +84,7 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
             task = f"{attempt.env}, task {escaped(attempt.task_id)}"
             print(f"{task}: {attempt.kind}: {attempt.error} ({attempt.place})", file=sys.stderr)
 
-    episodes = make_episodes(config, tokenizer, thread, runner.ended, failed)
+    episodes = make_episodes(config, load_environments(config, tokenizer), tokenizer, thread, runner.ended, failed)
     thread.start()
     evaluation = asyncio.create_task(runner.run("eval", concurrent=config.staleness.max_concurrent))
     await asyncio.wait({evaluation, failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 
-from spmd_rl import envs, packing
+from spmd_rl import packing
 from spmd_rl.config import Config
 from spmd_rl.engine_thread import EngineThread
 from spmd_rl.engines import build_engine, make_receiver
+from spmd_rl.envs import Environment
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
 from spmd_rl.model import vocab_size
@@ -37,7 +38,16 @@ Send = Callable[[Message], None]
 class InferenceRank:
     """One engine and its episodes: `handle` takes messages, `send` gives them.  Belongs to one event loop."""
 
-    def __init__(self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, send: Send) -> None:
+    def __init__(
+        self,
+        *,
+        world: World,
+        config: Config,
+        run_dir: RunDir,
+        live: Liveness,
+        send: Send,
+        environments: Mapping[str, Environment],
+    ) -> None:
         self._send, self._live = send, live
         self._loop = asyncio.get_running_loop()
         self._probe_every, self._probe = config.run.probe_every, []
@@ -58,6 +68,7 @@ class InferenceRank:
         )
         self._episodes = make_episodes(
             config,
+            environments,
             tokenizer,
             self._engine,
             self._finished,
@@ -139,6 +150,7 @@ class InferenceRank:
 
 def make_episodes(
     config: Config,
+    environments: Mapping[str, Environment],
     tokenizer: Tokenizer,
     engine: EngineThread,
     finished: Callable[[Rollout], None],
@@ -147,7 +159,7 @@ def make_episodes(
     """Episodes of the run's environments with the run's sampling."""
     rollout = config.rollout
     return Episodes(
-        envs={name: envs.load(e.path, tokenizer=tokenizer, args=e.args) for name, e in config.env.items()},
+        envs=environments,
         generate=engine.generate,
         engine_version=lambda: engine.version,
         sampling={
@@ -170,12 +182,24 @@ def make_episodes(
     )
 
 
-async def run_inference(world: World, config: Config, run_dir: RunDir, live: Liveness, signals: StopSignals) -> None:
+async def run_inference(
+    world: World,
+    config: Config,
+    run_dir: RunDir,
+    live: Liveness,
+    signals: StopSignals,
+    environments: Mapping[str, Environment],
+) -> None:
     """An inference rank other than 0, until rank 0 says stop."""
     live.progress("building the engine")
     loop = asyncio.get_running_loop()
     rank = InferenceRank(
-        world=world, config=config, run_dir=run_dir, live=live, send=lambda message: outbox.put(message)
+        world=world,
+        config=config,
+        run_dir=run_dir,
+        live=live,
+        send=lambda message: outbox.put(message),
+        environments=environments,
     )
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost, depth=1 << 16)
     inbox = Inbox(

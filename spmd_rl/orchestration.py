@@ -20,6 +20,7 @@ import numpy as np
 from spmd_rl import checkpoint, history, packing
 from spmd_rl.config import Config
 from spmd_rl.continuation import data_anew
+from spmd_rl.envs import Environment
 from spmd_rl.inference import InferenceRank, work_message
 from spmd_rl.liveness import Liveness
 from spmd_rl.model import hidden_size
@@ -50,6 +51,7 @@ async def run_orchestrator(
     restored: Path | None,
     tasks: Tasks,  # taken up to the checkpoint's cursor
     facts: Mapping[str, object],  # that later starts depend on
+    environments: Mapping[str, Environment],  # that this rank plays
 ) -> int:
     """Until the run is done (0) or stopped (128 + signal); raises when it fails."""
     loop = asyncio.get_running_loop()
@@ -60,7 +62,12 @@ async def run_orchestrator(
     own = None
     if world.rank in world.engine_ranks:
         own = InferenceRank(
-            world=world, config=config, run_dir=run_dir, live=live, send=lambda message: receive(message, world.rank)
+            world=world,
+            config=config,
+            run_dir=run_dir,
+            live=live,
+            send=lambda message: receive(message, world.rank),
+            environments=environments,
         )
     outboxes = {peer: Outbox(peer=peer, group=world.ctl, failed=live.lost, depth=1 << 16) for peer in world.peers}
 

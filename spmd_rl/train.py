@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -26,6 +26,7 @@ from spmd_rl import continuation, disk, history
 from spmd_rl.agreement import agree
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine, check_lengths, device_bytes, memory_warnings
+from spmd_rl.envs import Environment
 from spmd_rl.guard import die_with_parent
 from spmd_rl.inference import run_inference
 from spmd_rl.liveness import Failure, Liveness
@@ -36,9 +37,10 @@ from spmd_rl.rank_facts import compare_files, compare_programs
 from spmd_rl.resume import go_on, starting_point
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.stop_signals import StopSignals
-from spmd_rl.tasks import Tasks, make_tasks
+from spmd_rl.tasks import Tasks, load_environments, make_tasks
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
+from spmd_rl.user_code import Refused, refused
 from spmd_rl.world import (
     Meeting,
     World,
@@ -67,6 +69,7 @@ class Start:
     version: int  # that the trainers start with
     restored: Path | None  # checkpoint to go on from
     tasks: Tasks | None = None  # the leading rank's
+    environments: Mapping[str, Environment] = field(default_factory=dict)  # that this rank plays, where it plays any
     facts: Mapping[str, object] | None = None  # the leading rank's: what later starts depend on
     differences: tuple[str, ...] = ()  # the leading rank's: what is other than at the start before, a line each
 
@@ -126,11 +129,20 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
     match world.role:
         case "inference" if world.leads:
             life = run_orchestrator(
-                world, config, run_dir, live, signals, start.version, start.restored, start.tasks, start.facts
+                world,
+                config,
+                run_dir,
+                live,
+                signals,
+                start.version,
+                start.restored,
+                start.tasks,
+                start.facts,
+                start.environments,
             )
             world.store.set("exit code", str(_turn(life, live)))
         case "inference":
-            _turn(run_inference(world, config, run_dir, live, signals), live)
+            _turn(run_inference(world, config, run_dir, live, signals, start.environments), live)
         case "member":
             run_member(world, config, run_dir, live, signals)
         case "trainer":
@@ -157,9 +169,26 @@ def _agree(meeting: Meeting, world: World, config: Config, name: str) -> Start:
     kind, has_device = "trainer" if world.role == "trainer" else "engine", world.topology.takes_device(world.rank)
     devices = {kind: world.device.type} if has_device else {}
     lines = compare_files(meeting, config, role=world.role, devices=devices, timeout_s=PREPARE_S)
+    environments = _environments(meeting, world, config)
     words = agree(meeting, "start", begin, lambda said: said[0].value, timeout_s=PREPARE_S)
     restored = Path(words["restored"]) if words["restored"] else None
-    return start or Start(run_dir=Path(words["run_dir"]), version=words["version"], restored=restored)
+    start = start or Start(run_dir=Path(words["run_dir"]), version=words["version"], restored=restored)
+    return replace(start, environments=environments)
+
+
+def _environments(meeting: Meeting, world: World, config: Config) -> dict[str, Environment]:
+    """Those that this rank will play, where it plays any.  ValueError on all ranks alike, with the rank and its host.
+
+    Rank 0 has built them before, for their tasks; another node may lack a module or its data.
+    """
+    made: dict[str, Environment] = {}
+
+    def build() -> None:
+        if world.rank in world.topology.engine_leaders:
+            made.update(load_environments(config, Tokenizer(config.model.path, config.model.template)))
+
+    agree(meeting, "environments", build, lambda said: None, timeout_s=PREPARE_S)
+    return made
 
 
 def _prepare(world: World, config: Config, name: str) -> Start:
@@ -168,11 +197,10 @@ def _prepare(world: World, config: Config, name: str) -> Start:
     model = Path(config.model.path)
     config_module.check_model_folder(config)
     if not model.is_dir():
-        try:
-            make = pkgutil.resolve_name(config.model.make)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"model.make = {config.model.make!r}: {error}") from error
-        make(model)
+        with refused(f"model.make = {config.model.make!r}"):
+            pkgutil.resolve_name(config.model.make)(model)
+            if not model.is_dir():
+                raise Refused(f"model.make = {config.model.make!r} made no folder {model}")
     check_model(config)
     check_lengths(config, world.engine_device)
     tasks = make_tasks(config, Tokenizer(model, config.model.template))

@@ -313,18 +313,19 @@ def check_shared_folder(world: World, folder: Path) -> None:
 
 
 def leave_refused(meeting: Meeting, error: Exception, code: int) -> NoReturn:
-    """End a start on all ranks with one code; rank 0 says why before torchrun hears of any, and is the last to go."""
+    """End a start on all ranks with one code; rank 0 says why before torchrun hears of any.
+
+    torchrun signals the others when it finds the first ended: by then all of them are here, deaf to it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(RuntimeError):  # the store is gone, and with it those who would be waited for
         if meeting.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            meeting.store.set("refusal said", "1")
-        meeting.store.wait(["refusal said"], timedelta(seconds=30))
         if code == 2:
             note(meeting.job, "ended", code)
         meeting.store.set(f"refused/{meeting.rank}", "1")
-        if meeting.rank == 0:
-            others = [f"refused/{rank}" for rank in range(meeting.world_size)]
-            meeting.store.wait(others, timedelta(seconds=10))
+        everybody = [f"refused/{rank}" for rank in range(meeting.world_size)]
+        meeting.store.wait(everybody, timedelta(seconds=30))
     end_process(code)
 
 

@@ -141,7 +141,7 @@ def checked_tasks(name: str, environment: Environment, *, seed: int, split: str)
         made = environment.tasks(seed, split)
         if not isinstance(made, Iterable):
             raise BadReturn(f"tasks gave back {shown(made)}, not tasks one after another", environment.tasks)
-        tasks = _FromFirst(iter(made), environment.tasks)
+        tasks = _FromFirst(name, iter(made), environment.tasks)
         first = tasks.peek()
         if first is None:
             raise ValueError(f"environment {name} has no tasks of the split {split!r}")
@@ -149,17 +149,25 @@ def checked_tasks(name: str, environment: Environment, *, seed: int, split: str)
     return tasks
 
 
+_END = object()
+
+
 class _FromFirst(Iterator[Task]):
     """Tasks whose first one has been looked at; each is one, or a BadReturn of the function that gives them."""
 
-    def __init__(self, tasks: Iterator[Task], function: object) -> None:
-        self._tasks, self._function = tasks, function
+    def __init__(self, name: str, tasks: Iterator[Task], function: object) -> None:
+        self._name, self._tasks, self._function = name, tasks, function
         self._first: list[Task] = []
 
     def __next__(self) -> Task:
-        task = self._first.pop() if self._first else next(self._tasks)
-        if not isinstance(task, Task):
-            raise BadReturn(f"tasks gave {shown(task)}, not a Task", self._function)
+        if self._first:
+            return self._first.pop()
+        with refused(f"environment {self._name}: its tasks"):
+            task = next(self._tasks, _END)
+            if task is not _END and not isinstance(task, Task):
+                raise BadReturn(f"{shown(task)} is no Task", self._function)
+        if task is _END:
+            raise StopIteration
         return task
 
     def peek(self) -> Task | None:

@@ -91,4 +91,11 @@ def test_other_ranks_leave_it_to_rank_0_to_say_what_is_wrong_with_the_config() -
         with pytest.raises(subprocess.TimeoutExpired):
             rank.wait(3.0)
         rank.terminate()  # as torchrun does once rank 0 has ended
-        assert rank.stderr.read() == ""
+        assert (rank.stderr.read(), rank.wait()) == ("", 2)
+
+
+def test_the_first_rank_of_another_node_says_it_there_at_once() -> None:
+    environment = {**os.environ, "RANK": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    command = [sys.executable, "-m", "spmd_rl", "nowhere.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=20)
+    assert (done.returncode, done.stderr) == (2, "error on rank 8: nowhere.toml: no such file\n")

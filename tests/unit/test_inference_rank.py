@@ -50,6 +50,7 @@ def test_every_version_that_is_to_be_probed_is_answered_with_nothing_before_the_
                 progress=lambda doing, thread: None,
             ),
             send=answers.put_nowait,
+            environments={},
         )
         scores = {}
         for version in range(5):
