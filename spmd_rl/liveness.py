@@ -7,7 +7,8 @@ and looks for the first failure; two ranks (the first and the last) also judge e
   stuck in a collective or a native call.
 - A rank that gives no sign of life (stopped, dead, holding the interpreter lock) for `heartbeat_timeout_s`, one that
   works at the same thing for `stall_timeout_s`, or a job in which everybody waits that long, is a failure that says
-  who, what it was doing or waiting for, and for how long.
+  who, what it was doing or waiting for, and for how long.  An event loop that does not turn counts as such work, of the
+  function that holds it, and is warned of before.
 - Losing the store is a failure too: its host is gone or cannot be reached.  Behind a cut link it does not refuse, it
   never answers: a second thread watches over the first.
 
@@ -17,6 +18,7 @@ Knows nothing of groups, queues or what the ranks do.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import os
@@ -33,6 +35,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import Store
+
+from spmd_rl.loop_watch import LoopWatch
 
 MAIN = "main"
 PATIENCE = 10  # parts of `heartbeat_timeout_s` that pass without an answer; one alone may be a process that was stopped
@@ -158,6 +162,7 @@ class Liveness:
             )
         self.known: Callable[[], dict[str, object]] = dict  # what this rank can say of the run, for `on_failure`
         self._doing = {MAIN: ("starting", time.monotonic())}
+        self._loop_watch: LoopWatch | None = None
         self._beat = 0
         self._own: Failure | None = None
         self._own_from = 0.0  # when it is told to the others
@@ -179,6 +184,15 @@ class Liveness:
         Being at it for `stall_timeout_s` is a failure; if the text begins with "waiting", only once everybody waits.
         """
         self._doing = {**self._doing, thread: (doing, time.monotonic())}
+
+    def watch(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """From here on the event loop, this thread's, is expected to turn; None: no more."""
+        role = self._roles[self._rank]
+        self._loop_watch = loop and LoopWatch(
+            loop=loop,
+            thread_id=threading.get_ident(),
+            warn=lambda text: print(f"warning: rank {self._rank} ({role}): {text}", file=sys.stderr, flush=True),
+        )
 
     def report(self, text: str, *, rank: int | None = None, after_s: float = 0.0) -> None:
         """This rank (or the given one) has failed. Returns when the others can see it, or after `grace_s`.
@@ -271,6 +285,8 @@ class Liveness:
         now = time.monotonic()
         self._beat += 1
         doing = {thread: (what, now - since) for thread, (what, since) in self._doing.items()}
+        if (watch := self._loop_watch) is not None and (held := watch.look()) is not None:
+            doing["event loop"] = held
         mark = Mark(beat=self._beat, doing=doing, left=left)
         self._store.set(f"liveness/{self._rank}", json.dumps(asdict(mark)))
 

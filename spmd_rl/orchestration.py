@@ -212,7 +212,9 @@ async def run_orchestrator(
     live.progress("waiting for the first weights")
     gc.collect()
     gc.freeze()  # what is built by now is never looked through again: that would hold the loop for 0.15 s each time
+    live.watch(loop)
     status = await orchestrator.run()
+    live.watch(None)
     live.progress("ending")
     end = summary(status)
     write_whole(run_dir.summary, json.dumps(end, indent=1))

@@ -26,7 +26,8 @@ LAYERS = [
         "judged_program",
     },
     {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
-    | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"},
+    | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"}
+    | {"loop_watch"},
     {"judge", "model", "history", "continuation"},
     {"envs", "weights"},
     {"tiny_model", "smollm2"},
