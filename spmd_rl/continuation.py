@@ -19,6 +19,7 @@ from spmd_rl.types import Task
 
 Facts = Mapping[str, object]
 WEIGHTS, EVALUATED = "weights of model.path", "tasks of evaluations"
+STOPS = "eos_token_id of generation_config.json"
 FIXED = ("rollout.group_size", "critic", "tokenizer")
 DIGESTS = ("tokenizer", "chat template")
 
@@ -26,6 +27,7 @@ DIGESTS = ("tokenizer", "chat template")
 def facts(config: Config, eval_tasks: Mapping[str, Sequence[Task]]) -> dict[str, object]:
     """Of a start.  Reads all weights in model.path."""
     folder = Path(config.model.path)
+    stops = folder / "generation_config.json"
     evaluated = json.dumps([asdict(task) for tasks in eval_tasks.values() for task in tasks], sort_keys=True)
     return {
         "run.seed": config.run.seed,
@@ -35,6 +37,7 @@ def facts(config: Config, eval_tasks: Mapping[str, Sequence[Task]]) -> dict[str,
         "model.template": config.model.template,
         "chat template": template_digest(folder),
         "tokenizer": tokenizer_digest(folder),
+        STOPS: json.loads(stops.read_text("utf-8")).get("eos_token_id") if stops.is_file() else None,
         WEIGHTS: weights_digest(folder),
         EVALUATED: hashlib.blake2b(evaluated.encode(), digest_size=16).hexdigest(),
     }

@@ -38,6 +38,8 @@ def export(run: Path, folder: Path, step: int | None, dtype: str, *, adapter: bo
     source = Path(config.model.path)
     if not source.is_dir():
         raise ValueError(f"model.path = {str(source)!r} of {run_dir.path / start.config}: no such folder from here")
+    if lora is not None:
+        history.check_weights(config, start)
     model = build(source, device=cpu, dtype=torch.float32, weights=lora is not None)
     if lora is None:
         model.to_empty(device=cpu).tie_weights()

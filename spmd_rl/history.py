@@ -9,9 +9,11 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from spmd_rl import config as config_module
 from spmd_rl.config import Config
+from spmd_rl.fingerprint import weights_digest
 from spmd_rl.run_dir import RunDir, write_whole
 
 FORMAT = 1
@@ -25,7 +27,7 @@ class Start:
     version: int  # that it began at
     time: str  # as in ISO 8601, UTC
     config: str  # file, below the run directory
-    weights: str  # digest of those in model.path
+    weights: str  # digest of those that the run began with
     changed: tuple[str, ...] = ()  # settings, against those that trained the version
 
 
@@ -79,6 +81,15 @@ def config_of(run_dir: RunDir, start: Start) -> Config:
         return config_module.load(path)
     except ValueError as error:
         raise ValueError(f"{path}: not the config of a start: {error}") from error
+
+
+def check_weights(config: Config, start: Start) -> None:
+    """ValueError where model.path of a start does not hold the weights that the run began with."""
+    if weights_digest(Path(config.model.path)) != start.weights:
+        raise ValueError(
+            f"model.path = {config.model.path!r} of {start.config} does not hold the weights that the run began with: "
+            "put those back"
+        )
 
 
 def changes(before: Config, now: Config) -> tuple[str, ...]:

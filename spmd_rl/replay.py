@@ -17,7 +17,6 @@ import torch
 
 from spmd_rl import batch_log, checkpoint, history, packing
 from spmd_rl.config import Config
-from spmd_rl.fingerprint import weights_digest
 from spmd_rl.make_trainer import make_trainer
 from spmd_rl.model import hidden_size
 from spmd_rl.run_dir import RunDir
@@ -38,7 +37,8 @@ def replay(folder: Path, step: int) -> int:
     for index in range(version, step + 1):
         if (now := history.start_of(starts, index)) is not start:
             start, config = now, history.config_of(run_dir, now)
-            check_weights(config, start, version)
+            if index == 0 or config.trainer.kl_coefficient or config.lora.rank:
+                history.check_weights(config, start)
             origin = "the batches before" if trainer else restored or config.model.path
             trainer = _continued(config, trainer, restored)
             print(f"version {index} from {origin}, with {start.config}", flush=True)
@@ -62,16 +62,6 @@ def _continued(config: Config, before: Trainer | None, restored: Path | None) ->
         checkpoint.load_trainer(state, restored / "trainer", None)
         trainer.load_state_dict(state)
     return trainer
-
-
-def check_weights(config: Config, start: history.Start, version: int) -> None:
-    """ValueError where model.path no longer holds what the start was trained from, or compared with."""
-    if (version == 0 or config.trainer.kl_coefficient or config.lora.rank) and (
-        weights_digest(Path(config.model.path)) != start.weights
-    ):
-        raise ValueError(
-            f"model.path = {config.model.path!r} of {start.config} holds other weights than it did then: put those back"
-        )
 
 
 def newest_until(checkpoints: Path, version: int) -> tuple[int, Path | None]:

@@ -36,6 +36,8 @@ def starting_point(run_dir: RunDir, config: Config, *, restarted: bool) -> tuple
     newest = checkpoint.newest(run_dir.checkpoints)
     if config.run.resume == "must" and newest is None and not restarted:
         raise ValueError(f"nothing to resume: no complete checkpoint in {run_dir.checkpoints}")
+    if newest is None and (left := sorted(run_dir.checkpoints.glob("step_*"))):
+        raise ValueError(f"{left[-1]} has no {checkpoint.MARKER}, so it is not whole: remove it to begin anew")
     if newest is None:
         continuation.data_anew(config, 0, 0)
         return 0, None

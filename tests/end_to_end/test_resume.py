@@ -2,13 +2,17 @@
 
 import json
 import random
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from spmd_rl import checkpoint
+from tests.end_to_end.jobs import ROOT, environment
 from tests.end_to_end.live_jobs import LiveJob, assert_whole, metrics, steps, summary, trained_tickets
 
 
@@ -150,3 +154,37 @@ def test_ten_kills_at_random_times_cost_nothing_but_time(tmp_path):
     paths = sorted((tmp_path / "batches").glob("step_*.json"))
     trained = {r["ticket"]: r["task_id"] for path in paths for r in json.loads(path.read_text())["rollouts"]}
     assert trained == {ticket: str(ticket // 8 % 200) for ticket in range(4 * 200 * 8)}
+
+
+@pytest.mark.full
+def test_a_resume_with_other_data_is_refused_and_one_with_another_loss_is_told_and_replayed(tmp_path):
+    settings = ["checkpoint.every=2", "checkpoint.keep_last=9", "eval.every=-1"]
+    with LiveJob(tmp_path, *settings, "run.steps=4") as job:
+        assert job.wait() == 0, job.output
+    with LiveJob(tmp_path, *settings, "run.steps=8", "run.seed=7", max_restarts=1) as job:
+        assert job.wait() == 1
+        assert job.exit_codes == {0: 2, 1: 2}
+        line = job.wait_for("^error: cannot resume from ")
+        assert "run.seed = 7, it was 0: " in line and line.rstrip().endswith("with data.restart_at=4")
+    with LiveJob(tmp_path, *settings, "run.steps=8", "trainer.loss=reinforce", "topology.trainer=2", ranks=3) as job:
+        assert job.wait() == 0, job.output
+        assert "run.steps 4 → 8; topology.trainer 1 → 2; trainer.loss decoupled → reinforce" in job.output
+    with LiveJob(tmp_path, *settings, "run.steps=10", "run.seed=7", "data.restart_at=8") as job:
+        assert job.wait() == 0, job.output
+    history = summary(tmp_path)["history"]
+    assert [start["version"] for start in history] == [0, 4, 8]
+    assert [line for line in history[2]["changed"] if line.startswith(("run.seed", "data."))] == [
+        "data.restart_at -1 → 8",
+        "run.seed 0 → 7",
+    ]
+    for step in (3, 5, 9):  # of each start
+        done = subprocess.run(
+            [sys.executable, "-m", "spmd_rl", "replay", str(tmp_path), "--step", str(step)],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        loss, before = re.search(r"loss (\S+) logged (\S+) .*", done.stdout.splitlines()[-1]).groups()
+        assert float(loss) == pytest.approx(float(before), abs=1e-6), done.stdout

@@ -106,6 +106,13 @@ def test_another_chat_template_and_another_tokenizer_are_refused(tiny, tmp_path)
             compare(tiny, other, anew=anew)
 
 
+def test_other_tokens_that_end_a_reply_are_refused(tiny, tmp_path):
+    other = edited(tiny, tmp_path, "generation_config.json", {"eos_token_id": [1, 5]})
+    with pytest.raises(ValueError, match=r"eos_token_id of generation_config\.json = \[1, 5\], it was .*RESTART"):
+        compare(tiny, other)
+    assert compare(tiny, other, anew=True) == []
+
+
 KL = {"trainer": {"kl_coefficient": 0.1}}
 
 

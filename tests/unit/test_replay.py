@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +94,51 @@ def test_weights_come_from_the_newest_checkpoint_before_the_step(tmp_path: Path)
     (tmp_path / "step_3").mkdir()
     assert [newest_until(tmp_path, v)[0] for v in (1, 2, 3, 4, 9)] == [0, 2, 2, 4, 4]
     assert newest_until(tmp_path, 1) == (0, None)
+
+
+@pytest.fixture(scope="module")
+def changed(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The same batches, the last one trained by a start with another loss and other minibatches."""
+    other = RunDir(tmp_path_factory.mktemp("changed") / "run")
+    other.create()
+    first = config_module.load(run_dir.config)
+    tree = tomllib.loads(config_module.dump(first))
+    tree["trainer"] |= {"loss": "reinforce", "learning_rate": 1e-2, "num_minibatches": 1, "kl_coefficient": 0.0}
+    tree["topology"]["trainer"] = 1
+    second = config_module.from_tree(tree)
+    trainer = make_trainer(first, device=CPU)
+    for index, config in enumerate([first, first, second]):
+        if index == 0 or config is second:
+            add_start(other, config, index)
+            before, trainer = trainer, make_trainer(config, device=CPU)
+            trainer.load_state_dict(before.state_dict())
+        for suffix in ("safetensors", "json"):
+            name = f"step_{index}.{suffix}"
+            (other.batches / name).write_bytes((run_dir.batches / name).read_bytes())
+        packed = batch_log.read(other.batches, index)
+        metrics = train_again(trainer, packing.shares(packed, config.split.num_shares, width=128), index)
+        line = {"kind": "step", "version": index + 1, **{f"trainer/{k}": v for k, v in metrics.items()}}
+        with open(other.metrics, "a") as file:
+            file.write(json.dumps(line) + "\n")
+    return other
+
+
+def test_a_batch_is_replayed_with_the_config_of_the_start_that_trained_it(
+    changed: RunDir, run_dir: RunDir, capsys
+) -> None:
+    assert main(["replay", str(changed.path), "--step", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    assert lines[0].endswith("with configs/start_0.toml") and lines[3].endswith("with configs/start_1.toml")
+    assert all(line.count("difference +0.0e+00") == 2 for line in (lines[1], lines[2], lines[4]))
+    assert abs(logged(changed, 3)["trainer/loss"] - logged(run_dir, 3)["trainer/loss"]) > 1e-4  # it was another loss
+
+
+def test_other_weights_than_the_run_began_with_are_not_replayed_from(changed: RunDir, tmp_path: Path) -> None:
+    model = Path(config_module.load(changed.config).model.path)
+    weights = (model / "model.safetensors").read_bytes()
+    try:
+        (model / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+        with pytest.raises(ValueError, match="does not hold the weights that the run began with: put those back"):
+            replay(changed.path, 2)
+    finally:
+        (model / "model.safetensors").write_bytes(weights)

@@ -140,6 +140,13 @@ def test_a_used_directory_is_never_started_afresh_by_mistake(run_dir, config):
     assert start(run_dir, config, restarted=True, resume="never")[0] == 2
 
 
+def test_what_is_left_of_a_checkpoint_is_not_trained_past(run_dir, config):
+    (save(run_dir) / "COMPLETE").unlink()
+    for restarted in (False, True):
+        with pytest.raises(ValueError, match="step_2 has no COMPLETE, so it is not whole: remove it to begin anew"):
+            start(run_dir, config, restarted=restarted)
+
+
 def test_a_directory_belongs_to_one_job_until_its_process_ends(run_dir):
     code = f"from spmd_rl.run_dir import RunDir; RunDir(Path({str(run_dir.path)!r})).claim(); print('held'); input()"
     words = [sys.executable, "-uc", f"from pathlib import Path; {code}"]
