@@ -40,6 +40,12 @@ def world(restarted: bool = False) -> SimpleNamespace:
     return SimpleNamespace(engine_device=CPU, device=CPU, restarted=restarted, describe=lambda: "2 ranks")
 
 
+def prepared(made: config_module.Config, *, restarted: bool = False) -> train.Start:
+    start = train._prepare(world(restarted), made, "job")
+    train._begin(world(restarted), made, start, ())
+    return start
+
+
 def write(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -57,7 +63,7 @@ def whole(tmp_path_factory):
     write(root / "rows.jsonl", ROWS)
     (root / "job.toml").write_text(JOB)
     made = config(root)
-    start = train._prepare(world(), made, "job")
+    start = prepared(made)
     drawn = [next(start.tasks.train).task_id for _ in range(DRAWN)]
     words, rollouts = state(2)
     words |= {"tasks": start.tasks.train.state(), "facts": start.facts, "model": model_config(made)}
@@ -104,7 +110,7 @@ def test_another_value_is_refused_by_name_and_nothing_is_touched(lineage, settin
         write(root / "rows.jsonl", rows)
     before = {path: path.stat().st_mtime_ns for path in (root / "run").rglob("*")}
     with pytest.raises(ValueError, match=message) as refused:
-        train._prepare(world(), config(root, *settings), "job")
+        prepared(config(root, *settings))
     assert "\n" not in str(refused.value)
     after = {path: path.stat().st_mtime_ns for path in (root / "run").rglob("*")}
     assert {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)} <= {
@@ -116,10 +122,10 @@ def test_a_drawn_row_that_is_edited_in_place_is_refused_and_one_that_is_not_draw
     root, drawn = lineage
     write(root / "rows.jsonl", rows_with(int(drawn[3])))
     with pytest.raises(ValueError, match=r"env\.q: the 7 tasks that were drawn are others now, by content"):
-        train._prepare(world(), config(root), "job")
+        prepared(config(root))
     (undrawn, *_) = {str(i) for i in range(len(ROWS))} - set(drawn)
     write(root / "rows.jsonl", rows_with(int(undrawn)))
-    tasks = train._prepare(world(), config(root), "job").tasks.train
+    tasks = prepared(config(root)).tasks.train
     left = [next(tasks) for _ in range(len(ROWS) - DRAWN)]
     assert {task.task_id for task in left} == {str(i) for i in range(len(ROWS))} - set(drawn)
     assert {task.task_id for task in left if task.data["answer"] == "changed"} == {undrawn}
@@ -148,7 +154,7 @@ def test_what_changes_nothing_that_was_drawn_goes_on_and_is_told(lineage, capsys
     root, drawn = lineage
     settings = [setting.replace("@", str(root)) for setting in settings]
     write(root / "rows.jsonl", [*ROWS, {"question": "new?", "answer": "new"}])  # joins with the next epoch
-    start = train._prepare(world(), config(root, *settings), "job")
+    start = prepared(config(root, *settings))
     said = capsys.readouterr().out
     assert "resuming from" in said and all(line in said for line in lines), said
     assert start.version == 2 and start.tasks.train.cursor == DRAWN
@@ -163,7 +169,7 @@ def test_what_changes_nothing_that_was_drawn_goes_on_and_is_told(lineage, capsys
 def test_new_data_start_at_0_on_purpose_once(lineage, capsys):
     root, _ = lineage
     write(root / "rows.jsonl", ROWS[::-1])
-    start = train._prepare(world(), config(root, "data.restart_at=2", "run.seed=7", "env.q.weight=2"), "job")
+    start = prepared(config(root, "data.restart_at=2", "run.seed=7", "env.q.weight=2"))
     said = capsys.readouterr().out
     assert start.tasks.train.cursor == 0
     assert "data.restart_at -1 → 2" in said and "the data start at 0, 7 tasks were drawn before" in said
@@ -179,7 +185,7 @@ def test_a_run_that_left_no_checkpoint_is_begun_anew_beside_what_it_left(lineage
     (run_dir.batches / "step_0.json").write_text("{}")
     run_dir.model.mkdir()
     run_dir.summary.write_text("{}")
-    start = train._prepare(world(restarted), config(root, "run.seed=7"), "job")
+    start = prepared(config(root, "run.seed=7"), restarted=restarted)
     assert (start.version, start.restored, start.tasks.train.cursor) == (0, None, 0)
     assert f"it lies in {root}/run/abandoned/0 now" in capsys.readouterr().out
     left = {path.name for path in (root / "run" / "abandoned" / "0").iterdir()}
@@ -194,4 +200,4 @@ def test_a_directory_of_another_format_is_refused(lineage, text):
     if text:
         (root / "run" / "run.json").write_text(text)
     with pytest.raises(ValueError, match=r"run is no run directory that this version can read: .*run\.json"):
-        train._prepare(world(), config(root), "job")
+        prepared(config(root))
