@@ -1,11 +1,12 @@
 """Where every rollout and every sampled token went, in two equations.
 
     rollouts:  admitted  = trained + filtered + dropped + failed + skipped + left over + waiting + in flight
-    tokens:    generated = trained + filtered + dropped + failed + skipped + left over + wasted  + waiting
+    tokens:    generated = trained + filtered + dropped + failed + skipped + left over + wasted  + waiting + in flight
 
 Rollouts `in flight` are admitted and not yet settled, `waiting` are settled and not yet trained: both are counted by
 others, which is what makes the first equation a check.  Tokens of an ended episode are `waiting` until it is settled
-and trained or given up; `generated` is what the engines themselves report for ended attempts.
+and trained or given up; `generated` is what the engines themselves report for ended attempts.  Tokens in flight are
+the rest: of episodes that had not ended when the engines reported.  A run that ends well has none.
 
 Given: counts.  Promises: `assert_closed` raises with all numbers when an equation does not hold.
 Knows nothing of rollouts, groups or engines.
@@ -64,11 +65,11 @@ class Ledger:
         """The right side of the second equation."""
         return sum(self.tokens.values()) + self.wasted_tokens + self.waiting_tokens
 
-    def assert_tokens_closed(self) -> None:
-        """The tokens add up; exact whenever every ended attempt has been reported on both ways."""
-        if self.generated_tokens != self.accounted_tokens:
+    def assert_tokens_closed(self, reported: int = 0) -> None:
+        """The tokens add up, with what engines `reported` since the restore; exact once every attempt has ended."""
+        if (generated := self.generated_tokens + reported) != self.accounted_tokens:
             raise RuntimeError(
-                f"token ledger: generated {self.generated_tokens} != {self.accounted_tokens} "
+                f"token ledger: generated {generated} != {self.accounted_tokens} "
                 f"= {_sum(self.tokens)} + wasted {self.wasted_tokens} + waiting {self.waiting_tokens}"
             )
 
@@ -86,7 +87,7 @@ class Ledger:
         self.generated_tokens = self.accounted_tokens
 
     def state(self) -> dict[str, object]:
-        """JSON that `restore` takes, and that reports print."""
+        """JSON that `restore` takes."""
         return {
             "admitted": self.admitted,
             "rollouts": dict(self.rollouts),
@@ -94,6 +95,15 @@ class Ledger:
             "wasted_tokens": self.wasted_tokens,
             "waiting_tokens": self.waiting_tokens,
             "tokens": dict(self.tokens),
+        }
+
+    def summary(self, *, in_flight: int, waiting: int, reported: int) -> dict[str, object]:
+        """Every entry of both equations, for a reader; what is accounted for since engines `reported` was generated."""
+        generated = max(self.generated_tokens + reported, self.accounted_tokens)
+        return self.state() | {
+            "rollouts": {**self.rollouts, "waiting": waiting, "in_flight": in_flight},
+            "generated_tokens": generated,
+            "in_flight_tokens": generated - self.accounted_tokens,
         }
 
     def restore(self, state: dict[str, object]) -> None:

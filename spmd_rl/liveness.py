@@ -318,7 +318,7 @@ class SignalWatch:
         self,
         *,
         received: Callable[[int], None],
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+        signals: Sequence[signal.Signals],
     ) -> None:
         self._read_end, self._write_end = socket.socketpair()
         self._write_end.setblocking(False)

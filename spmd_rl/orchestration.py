@@ -10,19 +10,21 @@ import asyncio
 import gc
 import json
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from spmd_rl import checkpoint, history, packing
+from spmd_rl import checkpoint, disk, history, packing
 from spmd_rl.config import Config
 from spmd_rl.continuation import data_anew
 from spmd_rl.envs import Environment
 from spmd_rl.inference import InferenceRank, work_message
-from spmd_rl.liveness import Liveness
+from spmd_rl.liveness import Failure, Liveness
 from spmd_rl.model import hidden_size
 from spmd_rl.orchestrator.orchestrator import Links, Orchestrator
 from spmd_rl.orchestrator.report import Report
@@ -32,13 +34,16 @@ from spmd_rl.packing import Packed
 from spmd_rl.plot import plot_run
 from spmd_rl.recorder import Recorder
 from spmd_rl.resume import model_config
-from spmd_rl.run_dir import RunDir, write_whole
+from spmd_rl.run_dir import RunDir, Summary
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tasks import Tasks
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
-from spmd_rl.types import FailedAttempt, GroupWork, Rollout
+from spmd_rl.types import FailedAttempt, GroupWork, GuardError, Rollout
 from spmd_rl.world import World
+
+CUT = "the stop was cut before its end: what came after saved_version is lost"
+ANSWER_S = 0.5  # that a failing run waits for its event loop
 
 
 async def run_orchestrator(
@@ -52,8 +57,9 @@ async def run_orchestrator(
     tasks: Tasks,  # taken up to the checkpoint's cursor
     facts: Mapping[str, object],  # that later starts depend on
     environments: Mapping[str, Environment],  # that this rank plays
+    file: Summary,
 ) -> int:
-    """Until the run is done (0) or stopped (128 + signal); raises when it fails."""
+    """Until the run is done (0), stopped (128 + signal) or ended by a guard (1); raises when it fails otherwise."""
     loop = asyncio.get_running_loop()
     live.progress("building the engine")
     tokenizer = Tokenizer(config.model.path, config.model.template)
@@ -148,16 +154,26 @@ async def run_orchestrator(
         report=report,
         decode=tokenizer.decode,
         complete_checkpoint=partial(_complete, run_dir, config, facts),
+        recorded=lambda: keep("running"),
         version=version,
         exact=config.model.dtype != "bfloat16" and all(place.name == "cpu" for place in world.places),
     )
 
+    starts = [asdict(start) for start in history.starts(run_dir)]
+
     def summary(status: str) -> dict[str, object]:
         lengths, closed_s = orchestrator.path.mean_lengths(), orchestrator.gate.closed_s()
-        numbers = report.summary(status, orchestrator.ledger.state(), lengths, closed_s)
-        return numbers | {"history": [asdict(start) for start in history.starts(run_dir)]}
+        numbers = report.summary(orchestrator.ledger_summary(), lengths, closed_s)
+        ended = {"status": status, "error": "", "saved_version": orchestrator.saved_version}
+        return {**ended, **numbers, "history": starts}
 
-    live.known = lambda: summary("failed")
+    writer = ThreadPoolExecutor(1, "summary")
+
+    def keep(status: str, error: str = "") -> None:
+        """Write what is known, should this process be killed."""
+        writer.submit(_kept, live, file, summary(status) | {"error": error})
+
+    live.known = partial(_in_loop, loop, partial(summary, "failed"))
     if restored:
         words, rollouts = checkpoint.load_orchestrator(restored)
         orchestrator.restore(words, rollouts, data_anew=data_anew(config, version, words["data_from"]))
@@ -192,6 +208,8 @@ async def run_orchestrator(
                 orchestrator.counted(rank, words["number"], words["stats"])
             case Kind.PROBED:
                 orchestrator.scored(rank, words["version"], message.arrays["logprobs"])
+            case Kind.GAVE_UP:
+                orchestrator.trainer_gave_up(rank, words["version"], GuardError(words["text"]))
             case Kind.ASKED:
                 signals.ask(words["signal"])
             case Kind.STOP:
@@ -207,8 +225,10 @@ async def run_orchestrator(
             f"stopping on {signal.Signals(number).name}: at most {config.run.shutdown_s:g} s; again ends at once"
         )
         orchestrator.stop()
+        keep("stopped", CUT)
 
     signals.on_first(lambda number: loop.call_soon_threadsafe(stop, number))
+    keep("running")
     live.progress("waiting for the first weights")
     gc.collect()
     gc.freeze()  # what is built by now is never looked through again: that would hold the loop for 0.15 s each time
@@ -217,7 +237,14 @@ async def run_orchestrator(
     live.watch(None)
     live.progress("ending")
     end = summary(status)
-    write_whole(run_dir.summary, json.dumps(end, indent=1))
+    if orchestrator.failure:
+        rank = orchestrator.failed_rank
+        failure = Failure(
+            rank=rank, role=world.topology.role(rank), text=str(orchestrator.failure), found_by=world.rank
+        )
+        end["error"] = str(failure)
+        print(f"run failed: {failure}", file=sys.stderr, flush=True)
+    await asyncio.to_thread(file.write, end, last=True)
     to_all(tuple(rank for rank in world.engine_ranks if rank != world.rank), Kind.STOP)
     if own is not None:
         await asyncio.to_thread(own.close, config.run.shutdown_s)
@@ -238,7 +265,25 @@ async def run_orchestrator(
     if status == "done":
         paths = {**paths, "trained model": run_dir.model}
     report.say(report.table(end, paths=paths))
-    return 0 if status == "done" else signals.code
+    return {"done": 0, "failed": 1}.get(status, signals.code)
+
+
+def _kept(live: Liveness, file: Summary, words: dict[str, object]) -> None:
+    """In a worker thread."""
+    try:
+        file.write(words)
+    except OSError as error:
+        live.failed(disk.blamed(error, file.path.parent))
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, ask: Callable[[], dict[str, object]]) -> dict[str, object]:
+    """Asked between two events, from another thread; of a loop that is held up, as it stands."""
+    answer: Future[dict[str, object]] = Future()
+    loop.call_soon_threadsafe(lambda: answer.set_result(ask()))
+    try:
+        return answer.result(ANSWER_S)
+    except TimeoutError:
+        return ask()
 
 
 def knobs_of(config: Config) -> Knobs:

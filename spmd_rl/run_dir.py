@@ -15,6 +15,8 @@ import os
 import re
 import shutil
 import socket
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +135,28 @@ class RunDir:
         (aside / "metrics.jsonl").write_text("".join(lines))
         write_whole(self.metrics, "".join(kept))
         return aside
+
+
+class Summary:
+    """summary.json: written as often as one likes, by any thread; after its `last` word nothing more is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._done = False
+
+    def read(self) -> dict[str, object]:
+        """What was written so far, here or by an earlier start; empty where that is nothing."""
+        try:
+            return json.loads(self.path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    def write(self, words: Mapping[str, object], *, last: bool = False) -> None:
+        with self._lock:
+            if not self._done:
+                write_whole(self.path, json.dumps(words, indent=1))
+                self._done = last
 
 
 def _number(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks the run to stop, the second ends this process at once.
+"""SIGTERM, SIGINT and SIGHUP: the first asks the run to stop, the second ends this process at once.
 
 One stop comes as several signals where a cluster manager signals every process and torchrun passes its own on, or tells
 one node sooner than another: what comes within `same_s` of the first that came to this process is the first.
@@ -9,6 +9,8 @@ Knows nothing of what stopping means.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -30,7 +32,9 @@ class StopSignals:
         self._since = float("inf")  # when `code` was set
         self._lock = threading.Lock()
         self._asked: Callable[[int], None] = lambda number: None
-        self._watch = SignalWatch(received=self._received)
+        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+        hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # ignored under nohup
+        self._watch = SignalWatch(received=self._received, signals=(signal.SIGTERM, signal.SIGINT, *hangup))
 
     @property
     def asked_s(self) -> float:
@@ -61,6 +65,9 @@ class StopSignals:
         self._watch.close()
 
     def _received(self, number: int) -> None:
+        for fd in self._terminals:
+            if not os.isatty(fd):  # it was closed, and what is printed would be an error
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         now = time.monotonic()
         if self._first is None:
             self._first = now

@@ -10,7 +10,6 @@ Every rank runs this file in the same order; what differs is behind one `match`.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pkgutil
 import sys
@@ -18,6 +17,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -35,7 +35,7 @@ from spmd_rl.member import run_member
 from spmd_rl.orchestration import run_orchestrator
 from spmd_rl.rank_facts import compare_files, compare_programs
 from spmd_rl.resume import go_on, starting_point
-from spmd_rl.run_dir import RunDir, write_whole
+from spmd_rl.run_dir import RunDir, Summary
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tasks import Tasks, load_environments, make_tasks
 from spmd_rl.tokenizer import Tokenizer
@@ -59,6 +59,7 @@ from spmd_rl.world import (
 T = TypeVar("T")
 PREPARE_S = 1800.0  # that the ranks wait for the model to be made, and for each other to read it
 GRACE_S = 5.0  # after shutdown_s a rank that hangs ends
+FORCED_S = 2.0  # that a forced stop has for its summary and for telling the job's store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +99,24 @@ def train(config: Config | ValueError, name: str) -> None:
     except TimeoutError as error:
         leave_refused(meeting, error, 1)
     note(world.job, "started")
+    file = Summary(RunDir(start.run_dir).summary)
     signals = StopSignals(
-        shutdown_s=config.run.shutdown_s + GRACE_S, end=lambda code: _stop_by_force(world, signals.code, code)
+        shutdown_s=config.run.shutdown_s + GRACE_S,
+        end=lambda code: _stop_by_force(world, file, live, signals.code, code),
     )
     live = Liveness(
         store=world.store,
         rank=world.rank,
         roles=[world.topology.role(rank) for rank in range(world.world_size)],
         on_failure=lambda failure: _fail(
-            failure, world, RunDir(start.run_dir), live, signals.code if signals.asked_s >= config.run.shutdown_s else 0
+            failure, world, file, live, signals.code if signals.asked_s >= config.run.shutdown_s else 0
         ),
         stall_timeout_s=config.run.stall_timeout_s,
         stacks_folder=start.run_dir,
     )
     live.start()
     try:
-        if code := _play(world, config, start, live, signals):
+        if code := _play(world, config, start, file, live, signals):
             note(world.job, "ended", code)
         live.progress("waiting for all to leave")
         leave(world, timeout_s=config.run.shutdown_s)
@@ -123,7 +126,7 @@ def train(config: Config | ValueError, name: str) -> None:
     end_process(code)
 
 
-def _play(world: World, config: Config, start: Start, live: Liveness, signals: StopSignals) -> int:
+def _play(world: World, config: Config, start: Start, file: Summary, live: Liveness, signals: StopSignals) -> int:
     """This rank's part of the run; the exit code, which is rank 0's on all ranks."""
     run_dir = RunDir(start.run_dir)
     match world.role:
@@ -139,6 +142,7 @@ def _play(world: World, config: Config, start: Start, live: Liveness, signals: S
                 start.tasks,
                 start.facts,
                 start.environments,
+                file,
             )
             world.store.set("exit code", str(_turn(life, live)))
         case "inference":
@@ -287,15 +291,23 @@ def _give_up(error: BaseException, live: Liveness) -> NoReturn:
     threading.Event().wait()  # for the liveness thread, which ends the process
 
 
-def _stop_by_force(world: World, asked: int, code: int) -> NoReturn:
-    """A stop that was asked for is for good, also where it had to be forced; nor can the job's store hold it."""
-    noting = threading.Thread(target=note, args=(world.job, "ended", asked), daemon=True)
-    noting.start()
-    noting.join(1.0)
+def _stop_by_force(world: World, file: Summary, live: Liveness, asked: int, code: int) -> NoReturn:
+    """A stop that was asked for is for good, also where it had to be forced; neither store nor disk can hold it."""
+    status, how = ("failed", "was not in time") if code == 1 else ("stopped", "was cut by a second signal")
+    error = f"the stop {how}: what came after saved_version is lost"
+    jobs = [partial(note, world.job, "ended", asked)]
+    if world.leads:
+        jobs.append(partial(_write_summary, world, file, live, status, error))
+    threads = [threading.Thread(target=job, daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + FORCED_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
     end_process(code)
 
 
-def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness, missed: int) -> None:
+def _fail(failure: Failure, world: World, file: Summary, live: Liveness, missed: int) -> None:
     """On every rank, in its liveness thread: whoever found the failure names it, and everybody goes.
 
     `missed` is the code of a stop that had its time, 0 where there was none: what fails then is not started again.
@@ -304,16 +316,23 @@ def _fail(failure: Failure, world: World, run_dir: RunDir, live: Liveness, misse
     if found:
         print(f"run failed: {failure}", file=sys.stderr, flush=True)
     if world.leads or (found and failure.rank == 0):  # rank 0 knows most, if it is still there
-        summary = {**live.known(), "status": "failed", "error": str(failure)}
-        try:
-            write_whole(run_dir.summary, json.dumps(summary, indent=1))
-        except OSError as error:
-            print(f"no {run_dir.summary}: {error}", file=sys.stderr)
+        _write_summary(world, file, live, "failed", str(failure))
     if failure.silent and failure.rank != world.rank:
         end_sibling(failure.rank)
     if failure.cut_off:  # the torchrun of this node waits for the same host, deaf to signals, until TCP gives up
         sys.stderr.flush()
         end_torchrun()
     elif missed:
-        _stop_by_force(world, missed, 1)
+        noting = threading.Thread(target=note, args=(world.job, "ended", missed), daemon=True)
+        noting.start()
+        noting.join(FORCED_S)
     end_process(1)
+
+
+def _write_summary(world: World, file: Summary, live: Liveness, status: str, error: str) -> None:
+    """Of a run that ends here and now; where rank 0 is gone, with what it wrote last."""
+    known = live.known() if world.leads else {}
+    try:
+        file.write({**(known or file.read()), "status": status, "error": error}, last=True)
+    except OSError as problem:
+        print(f"no {file.path}: {problem}", file=sys.stderr)

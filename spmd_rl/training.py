@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from spmd_rl.model import engine_dtype, exact_dtype
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.types import GuardError
 from spmd_rl.weights.adapter import AdapterSender
 from spmd_rl.weights.disk import DiskSender
 from spmd_rl.weights.layout import manifest
@@ -37,6 +39,7 @@ class TrainerRank:
     def __init__(self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, outbox: Outbox) -> None:
         self._world, self._config, self._run_dir, self._live, self._outbox = world, config, run_dir, live, outbox
         self.version = 0
+        self._gave_up = False  # on the batch of this version, before it moved a weight: nothing more is trained
         self._probe: list[np.ndarray] = []
         self._written = threading.Event()  # the newest checkpoint, if any, is on disk and rank 0 was told
         self._written.set()
@@ -64,7 +67,7 @@ class TrainerRank:
         match message.kind:
             case Kind.PROBE:
                 self._probe = np.split(message.arrays["token_ids"], message.arrays["cu_seqlens"][1:-1])
-            case Kind.BATCH:
+            case Kind.BATCH if not self._gave_up:
                 self._train(message, waited_s)
 
     def finish(self, *, export: bool, save: bool) -> None:
@@ -91,12 +94,17 @@ class TrainerRank:
         self._live.progress(f"training batch {index}")
         start = time.monotonic()
         share = packing.by_segment(packing.from_arrays(message.arrays, message.words["words"]))
+        num_steps = self._trainer.num_steps
         try:
             stepped = self._trainer.step(share, index)
         except RuntimeError as error:
             error.add_note(f"the batch is {self._run_dir.batches / f'step_{index}.safetensors'}")
             error.add_note(f"python -m spmd_rl replay {self._run_dir.path} --step {index}")
-            raise
+            if not isinstance(error, GuardError) or self._trainer.num_steps != num_steps:
+                raise  # the weights are of no version
+            self._gave_up = True
+            self._reply(Kind.GAVE_UP, text="".join(traceback.format_exception(error)).rstrip())
+            return
         metrics = {f"trainer/{name}": value for name, value in stepped.items()}
         self.version += 1
         metrics["trainer/hold_s"] = self.publish()

@@ -122,6 +122,10 @@ class NotRetried(Exception):
     """What ended an episode and would end it again: the rollout counts as failed at once, under this class's name."""
 
 
+class GuardError(RuntimeError):
+    """A guard ends the run: what there is is saved first, and a start from there would end the same way."""
+
+
 class Cancelled(asyncio.CancelledError):
     """A cancelled generation, once the engine has let go of it: `tokens` were sampled for nothing."""
 

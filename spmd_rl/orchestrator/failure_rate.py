@@ -12,7 +12,7 @@ import bisect
 import math
 from collections import Counter
 
-from spmd_rl.types import Finish, Rollout
+from spmd_rl.types import Finish, GuardError, Rollout
 
 KEPT = 16  # windows' worth of failures, the newest by ticket
 
@@ -26,17 +26,17 @@ class FailureRate:
         self._skipped: list[tuple[int, str]] = []
 
     def add(self, rollout: Rollout) -> None:
-        """RuntimeError with the commonest error once more than most · window of a window have failed."""
+        """GuardError with the commonest error once more than most · window of a window have failed."""
         entry = (rollout.ticket, rollout.error or "no error was named")
         if rollout.finish_reason == Finish.ERROR:
             if errors := self._window_of(self._failed, entry, math.floor(self._most * self._window) + 1):
                 common, times = Counter(errors).most_common(1)[0]
-                raise RuntimeError(
+                raise GuardError(
                     f"{len(errors)} of {self._window} episodes drawn in a row failed, rollout.max_failure_rate = "
                     f"{self._most:g}; {times} times: {common}"
                 )
         elif rollout.skipped and self._window_of(self._skipped, entry, self._window):
-            raise RuntimeError(
+            raise GuardError(
                 f"all of {self._window} prompts drawn in a row were skipped: raise inference.max_seq_len, or give "
                 f"shorter prompts; {entry[1]}"
             )

@@ -12,8 +12,9 @@ import asyncio
 import itertools
 import json
 import time
+import traceback
 from collections import ChainMap
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,9 +49,10 @@ from spmd_rl.packing import Packed
 from spmd_rl.policy import Policy
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.task_stream import TaskStream
-from spmd_rl.types import FailedAttempt, GroupWork, Rollout, Task
+from spmd_rl.types import FailedAttempt, GroupWork, GuardError, Rollout, Task
 
 RECORDER = -1  # beside the trainers' ranks: a checkpoint is complete once its step is in the metrics
+COUNT_S = 2.0  # that a stopped run waits for the last count of its engines, which only its ledger needs
 
 Files = Mapping[str, list[int]]  # size and CRC-32 by name, of what a trainer rank wrote
 
@@ -91,6 +93,7 @@ class Orchestrator:
         report: Report,
         decode: Callable[[np.ndarray], str],
         complete_checkpoint: Callable[[int, Mapping[str, object], list[Rollout], Files], Path],  # in a worker thread
+        recorded: Callable[[], None] = lambda: None,  # called once a step is
         version: int = 0,  # that the trainers start with
         exact: bool = False,  # engines and trainers compute the same to rounding, see probe.py
         clock: Callable[[], float] = time.monotonic,
@@ -98,6 +101,7 @@ class Orchestrator:
         rollout, staleness, trainer = config.rollout, config.staleness, config.trainer
         self._config, self._run_dir, self._tasks, self._links = config, run_dir, tasks, links
         self._difficulty, self.weights = difficulty, weights
+        self._on_recorded = recorded
         self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
         self._complete_checkpoint, self._exact = complete_checkpoint, exact
         self._first_version, self._last_version = version, config.run.steps
@@ -121,7 +125,7 @@ class Orchestrator:
             clock=clock,
         )
         self.dispatcher = Dispatcher(
-            tasks=tasks,
+            tasks=_drawn(tasks),
             gate=self.gate,
             policy=self.policy,
             submit=self.pool.submit,
@@ -147,6 +151,7 @@ class Orchestrator:
                 r.reward + overlong_penalty(r.longest_turn, longest=rollout.max_tokens, buffer=trainer.overlong_buffer)
             ),
             max_empty_batches=trainer.max_empty_batches,
+            solved_at=config.eval.solved_at,
         )
         self.ledger = Ledger()
         self.path = TrainPath(
@@ -192,10 +197,16 @@ class Orchestrator:
         self.policy.on_change(self._version_changed)
         self._stepped_at = self._swapped_at = clock()  # the newest version: made, and live
         self._stop = asyncio.Event()
+        self.failure: GuardError | None = None  # that ends the run
+        self.failed_rank = 0
+        self._faulty: int | None = None  # the version that trainers cannot train on
+        self._recorded = Policy(version)  # the steps of which are recorded
+        self._counted, self._counted_at = 0, clock()  # tokens of all engines, by their last count
         self._num_stats = 0
         self._probe: list[np.ndarray] = []
         self._save_at: set[int] = set()  # versions to come at which the trainers save
         self._saved_version = -1  # newest whose checkpoint this process has completed
+        self._restored_version: int | None = None
         self._evaluations: list[asyncio.Task[None]] = []  # one that runs beside training, one that waits for it
         self._writes: list[asyncio.Task[None]] = []  # checkpoints and evaluations, and nothing cuts them
         self._recording: asyncio.Task[None] | None = None
@@ -228,6 +239,7 @@ class Orchestrator:
         for batch in state.batches:
             batch.advantages = self.sink.batch_advantages_of(batch.rollouts)
         self.path.restore(state)
+        self._restored_version = self._first_version
         if self._adaptive is not None:
             self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))
         self.ledger.close_tokens()
@@ -238,15 +250,41 @@ class Orchestrator:
         """End early, with a checkpoint of what there is, within shutdown_s."""
         self._stop.set()
 
+    def guard(self, failure: GuardError) -> None:
+        """End as failed, with a checkpoint of what there is, within shutdown_s; the first failure counts."""
+        self.failure = self.failure or failure
+        self._stop.set()
+
+    def trainer_gave_up(self, rank: int, version: int, failure: GuardError) -> None:
+        """As all of them did, which hold `version`: what was shipped from there on they cannot train."""
+        if self.failure is None:
+            self.failed_rank = rank
+        self._faulty = version
+        self.guard(failure)
+
+    @property
+    def saved_version(self) -> int | None:
+        """The newest of which there is a checkpoint."""
+        return self._restored_version if self._saved_version < 0 else self._saved_version
+
+    def ledger_summary(self) -> dict[str, object]:
+        """Both equations as of now, and for how long the engines have not been counted."""
+        reported = self._counted - self.evals.sampled_tokens
+        closed = self.ledger.summary(in_flight=self.gate.running, waiting=self.gate.waiting, reported=reported)
+        return closed | {"engines_counted_s_ago": self._clock() - self._counted_at}
+
     # ---- answers of other ranks
 
     def rollout_ended(self, rollout: Rollout) -> None:
         self.pool.ended(rollout)
-        self._failures[rollout.purpose].add(rollout)
+        try:
+            self._failures[rollout.purpose].add(rollout)
+        except GuardError as failure:
+            self.guard(failure)
         if rollout.failed:
             self._report.failed(rollout)
         if rollout.skipped and self._config.rollout.long_prompts == "refuse":
-            raise ValueError(f"{rollout.error}; rollout.long_prompts = 'refuse'")
+            self.guard(GuardError(f"{rollout.error}; rollout.long_prompts = 'refuse'"))
         if rollout.purpose == "eval":
             self.evals.ended(rollout)
         else:
@@ -271,7 +309,10 @@ class Orchestrator:
     # ---- the run
 
     async def run(self) -> str:
-        """Until the last version is trained ("done") or `stop` ("stopped").  Raises when a promise is broken."""
+        """Until the last version is trained ("done"), `stop` ("stopped") or a guard ("failed", and `failure` says why).
+
+        Raises when a promise is broken.
+        """
         await self.weights.take(self.policy.version)
         self._stepped_at = self._swapped_at = self._clock()
         try:
@@ -292,41 +333,70 @@ class Orchestrator:
         stop.cancel()
         if training.done():
             await training
-            return "done"
+            return "failed" if self.failure else "done"
         shutdown_s = self._config.run.shutdown_s
         try:
             async with asyncio.timeout(shutdown_s):
                 if self._finishing is None:
                     training.cancel()
                     await asyncio.wait({training})
-                    await self._stop_orderly(shutdown_s / 2)
+                    await self._stop_orderly(0.0 if self.failure else shutdown_s / 2)
                 else:  # at its end anyway
                     await asyncio.wait({self._finishing})
                     await self._evaluations_ended(timeout=shutdown_s / 2)
                     await self._written()
                     training.cancel()
         except TimeoutError:
+            reason = f"{self.failure}; " if self.failure else ""
             raise RuntimeError(
-                f"run.shutdown_s = {shutdown_s:g} s were not enough for a checkpoint: the last complete one stays"
+                f"{reason}run.shutdown_s = {shutdown_s:g} s were not enough for a checkpoint: "
+                "the last complete one stays"
             ) from None
-        return "stopped"
+        return "failed" if self.failure else "stopped"
 
     async def _stop_orderly(self, drain_s: float) -> None:
-        """Half the time for what is in flight: what has not ended by then runs again after a resume."""
+        """`drain_s` for what is in flight: what has not ended by then runs again after a resume."""
         self.dispatcher.close()
         self._shipped.put_nowait(None)
-        collecting = asyncio.create_task(self.path.collect())
-        await asyncio.wait({collecting, *self._evaluations}, timeout=drain_s)
-        if collecting.done():
-            collecting.result()
+        if drain_s:
+            collecting = asyncio.create_task(self._guarded(self.path.collect()))
+            await asyncio.wait({collecting, *self._evaluations}, timeout=drain_s)
+            if collecting.done():
+                collecting.result()
+            collecting.cancel()
         self.dispatcher.abandon()
-        for task in (collecting, *self._evaluations):
+        for task in self._evaluations:
             task.cancel()
-        await self.policy.reached(self._last_shipped + 1)
-        if self._recording is not None:
-            await asyncio.wait({self._recording})
+        await self._trained()
         self.path.assert_closed()
         await self._finish_training(export=False)
+        counting = self._later(self._count_engines())
+        await asyncio.wait({counting}, timeout=COUNT_S)
+        if counting.done() and not self.gate.running and not self.evals.in_flight:
+            self.ledger.assert_tokens_closed(self._counted - self.evals.sampled_tokens)
+
+    async def _trained(self) -> None:
+        """Waits until all that the trainers hold is trained, live and recorded; where they gave up, up to there."""
+        shipped = self._last_shipped + 1
+        last = shipped if self._faulty is None else self._faulty
+        await self.policy.reached(last)
+        if self._recording is not None and last < shipped:
+            await self._recorded.reached(last)
+            self._recording.cancel()
+        if self._recording is not None:
+            await asyncio.wait({self._recording})
+
+    async def _guarded(self, job: Coroutine[None, None, None]) -> None:
+        """A guard that speaks up in it ends the run in good order."""
+        try:
+            await job
+        except GuardError as failure:
+            self.guard(failure)
+
+    async def _unless_failed(self) -> None:
+        """Waits for its cancellation where a guard has spoken up."""
+        if self.failure:
+            await asyncio.get_running_loop().create_future()
 
     async def _train(self) -> None:
         evaluates = self._config.eval.every >= 0
@@ -338,9 +408,10 @@ class Orchestrator:
         self._report.training_begins()
         self._recording = self._later(self._record_steps())
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.dispatcher.run())
-            tasks.create_task(self.path.collect())
-            await self._ship()
+            tasks.create_task(self._guarded(self.dispatcher.run()))
+            tasks.create_task(self._guarded(self.path.collect()))
+            await self._guarded(self._ship())
+            await self._unless_failed()
             await self._count_engines()
             self._report.engines.mark()
             await asyncio.wait({self._recording})
@@ -351,8 +422,7 @@ class Orchestrator:
             await self._evaluate_alone()
         self.path.leave_over()
         self.metrics.tick()
-        self.ledger.generate(await self._count_engines() - self.evals.sampled_tokens)
-        self.ledger.assert_tokens_closed()
+        self.ledger.assert_tokens_closed(await self._count_engines() - self.evals.sampled_tokens)
 
     async def _finish_training(self, *, export: bool) -> None:
         """The trainers export and save and end; rank 0 adds its half, and the checkpoint is complete.
@@ -400,12 +470,17 @@ class Orchestrator:
     def _tasks_ended(self, index: int) -> None:
         """The run ends with the last full batch; groups that do not fill one are not trained on."""
         groups = self.sink.num_waiting // self._config.rollout.group_size
+        if index == 0 and self.path.solved:
+            raise GuardError(
+                f"all is solved before anything is trained, {self.path.solved}: check the reward, or give harder tasks"
+            )
         if index == 0:
-            raise RuntimeError(
+            raise GuardError(
                 f"the tasks ended with {groups} groups before the first batch was full: lower rollout.batch_size, or "
                 "give more tasks or epochs"
             )
-        self._report.say(f"the tasks have ended: {index} full batches, {groups} groups left over")
+        end = f"all is solved, {self.path.solved}" if self.path.solved else "the tasks have ended"
+        self._report.say(f"{end}: {index} full batches, {groups} groups left over")
         self._last_version = index
 
     async def _record_steps(self) -> None:
@@ -452,10 +527,12 @@ class Orchestrator:
                 waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"], used=values["admission/used"]
             )
         self._recorder.write("step", version, values)
+        self._recorded.advance(version)
         if version in self._save_at:
             self._save_at.discard(version)
             self._saves.answer(version, RECORDER, {})
         self._report.step(version, values)
+        self._on_recorded()
 
     # ---- engines
 
@@ -480,7 +557,10 @@ class Orchestrator:
         figures = await self.weights.take(version, tell=drain)
         values = self._values[version]
         gradient, rate = values["trainer/grad_norm"], values["trainer/learning_rate"]
-        assert_moved(version, figures["weights/update_norm"], gradient=gradient, rate=rate)
+        try:
+            assert_moved(version, figures["weights/update_norm"], gradient=gradient, rate=rate)
+        except GuardError as failure:
+            self.guard(failure)
         values |= figures | {"weights/poll_to_reload_s": self._clock() - start}
 
     async def _count_engines(self) -> int:
@@ -491,7 +571,8 @@ class Orchestrator:
         self._report.engines.count(
             {rank: {**counts, "rollouts": self.pool.ended_by[rank]} for rank, counts in answers.items()}
         )
-        return sum(int(counts["tokens"]) for counts in answers.values())
+        self._counted, self._counted_at = sum(int(counts["tokens"]) for counts in answers.values()), self._clock()
+        return self._counted
 
     async def _audit_tokens(self) -> None:
         """No token is accounted for that no engine has counted.  Waits for the engines' answers."""
@@ -623,6 +704,18 @@ class Orchestrator:
     def _emit_interval(self, values: dict[str, float]) -> None:
         self._recorder.write("interval", self.policy.version, values | self._report.engines.rates("interval"))
         self._later(self._audit_tokens())
+
+
+def _drawn(tasks: Iterator[Task]) -> Iterator[Task]:
+    """What an environment raises while it makes a task ends the run as a guard does: the next start draws it again."""
+    while True:
+        try:
+            task = next(tasks, None)
+        except Exception as error:
+            raise GuardError("".join(traceback.format_exception(error)).rstrip()) from error
+        if task is None:
+            return
+        yield task
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -211,19 +211,16 @@ class Report:
 
     def summary(
         self,
-        status: str,
         ledger: dict[str, object],
         lengths: dict[str, dict[str, float]],
         closed_s: Mapping[str, float],  # of the gate
     ) -> dict[str, object]:
-        """What summary.json holds."""
+        """What summary.json holds beside how the run ended."""
         signals = self.signals(closed_s)
         ages = self.ages.summary()
         wall_s = self._clock() - self._started
         stage, advice = diagnose(signals, self._knobs)
         return {
-            "status": status,
-            "error": "",  # that of a failed run is known to whoever found it
             "steps": self._num_steps,
             "version": self.version,
             "resumed_at": self._resumed_at,

@@ -51,6 +51,7 @@ class TrainPath:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.held_back_s = 0.0  # of the newest batch: B kept rollouts lay there, and it could not be formed of them
+        self.solved = ""  # what came last, in words, once all of it was solved
         self._clock = clock
         self._observe = observe
         self._dispatcher, self._sink, self._gate = dispatcher, sink, gate
@@ -71,11 +72,17 @@ class TrainPath:
         self._dispatcher.finished(rollout)
 
     async def collect(self) -> None:
-        """Judge groups as they finish.  Waits for finished groups; ends when the dispatcher is drained."""
+        """Judge groups as they finish.  Waits for finished groups; ends when the dispatcher is drained.
+
+        Where they are solved, all of them, nothing more is admitted.  GuardError where they teach nothing otherwise.
+        """
         while (group := await self._dispatcher.fetch()) is not None:
             self._settle(group)
             if self._sink.may_form:
                 self._wake()
+            if not self.solved and not self._sink.still_teaches():
+                self.solved = self._sink.barren
+                self._dispatcher.close()
         self._collected = True
         self._wake()
 

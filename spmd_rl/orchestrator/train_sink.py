@@ -10,9 +10,9 @@ With a cap M enforced by waiting, batch n is formed only if afterwards, for ever
 With a cap enforced by dropping, `expire(n)` gives up what batch n could not take any more.
 
 Promises: every trained token is at most `bound.age` versions old, asserted at consumption with all numbers; B slots
-given up in a row count as an empty batch, and too many of those raise.  A resumed run whose settings were tightened may
-hold groups that no order could bring under its bound: those are trained, as early as the order has them, whatever their
-age; so are batches that were formed before.
+given up in a row count as an empty batch; after too many of those `still_teaches` says no.  A resumed run whose
+settings were tightened may hold groups that no order could bring under its bound: those are trained, as early as the
+order has them, whatever their age; so are batches that were formed before.
 Knows nothing of queues, engines, weights or the gate: whoever calls it tells the gate.
 """
 
@@ -26,9 +26,10 @@ import numpy as np
 
 from spmd_rl.bounds import Bound
 from spmd_rl.orchestrator.order import Order
-from spmd_rl.types import NO_VERSION, Batch, Group, GroupWork, Rollout
+from spmd_rl.types import NO_VERSION, Batch, Group, GroupWork, GuardError, Rollout
 
 KEPT, SKIPPED = "kept", "skipped"
+SOLVED = 0.9  # of the groups that teach nothing: when so many are solved, the tasks are
 Filter = Callable[[Group, np.ndarray], bool]  # (group, usable [k] bool) -> True: give the group up
 
 
@@ -62,7 +63,8 @@ class TrainSink:
         bound: Bound,
         over_age: str = "wait",  # "wait" | "drop"; read where the bound has a cap
         filters: Mapping[str, Filter] | None = None,  # reason -> filter; None = zero_spread, {} = none
-        max_empty_batches: int | None = None,  # in a row, before `add` raises; None = never
+        max_empty_batches: int | None = None,  # in a row, before `still_teaches` says no; None = any number
+        solved_at: float = 1.0,  # least reward of a solved task
     ) -> None:
         if batch_size % group_size:
             raise ValueError(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}")
@@ -82,6 +84,7 @@ class TrainSink:
         self._own_from = 0  # tickets below it were restored, too many or too old for this bound
         self._caught_up = 0  # by this batch they fit
         self._aborted: set[int] = set()  # first tickets of running groups that `expire` gave up
+        self._solved_at = solved_at
         self._barren = _Barren()
 
     @property
@@ -150,11 +153,27 @@ class TrainSink:
             self._order.gone(group.first_ticket)
         if verdict != KEPT or (self._batch_advantages is None and not group.advantages.any()):
             if verdict not in ("over_age", SKIPPED):
-                self._barren.add(group, verdict)
-                self._guard()
+                self._barren.add(group, verdict, self._solved_at)
         else:
             self._barren = _Barren()
         return verdict
+
+    def still_teaches(self) -> bool:
+        """False once nothing is left to learn: all that came for max_empty_batches is solved.
+
+        GuardError where it is not, which is hopeless.
+        """
+        most, barren = self._max_empty_batches, self._barren
+        if most is None or barren.slots < most * self.batch_size:
+            return True
+        if barren.is_solved:
+            return False
+        raise GuardError(f"{most} empty batches in a row, {barren}: check the environment and its reward")
+
+    @property
+    def barren(self) -> str:
+        """What was given up since something could last be trained, in words."""
+        return str(self._barren)
 
     def next_batch(self, index: int) -> Batch | None:
         """Batch `index`, which trains version `index`; None while it cannot be formed yet."""
@@ -340,11 +359,6 @@ class TrainSink:
                     f"slots waiting {self.num_waiting}, groups running {len(self._running)}"
                 )
 
-    def _guard(self) -> None:
-        most = self._max_empty_batches
-        if most is not None and self._barren.slots >= most * self.batch_size:
-            raise RuntimeError(f"{most} empty batches in a row, {self._barren}: check the environment and its reward")
-
 
 def _oldest(group: Group) -> int:
     """Oldest version that sampled for the group; its admission version where none did."""
@@ -357,19 +371,27 @@ class _Barren:
     def __init__(self) -> None:
         self.slots, self._sum, self._sum_squares = 0, 0.0, 0.0
         self._verdicts: Counter[str] = Counter()
+        self._num_solved = 0  # groups whose members are all solved
         self._error = ""
 
-    def add(self, group: Group, verdict: str) -> None:
+    def add(self, group: Group, verdict: str, solved_at: float) -> None:
         self.slots += len(group.rollouts)
         self._verdicts["zero_advantage" if verdict == KEPT else verdict] += 1
+        self._num_solved += all(not r.failed and r.reward >= solved_at for r in group.rollouts)
         for rollout in group.rollouts:
             self._sum += rollout.reward
             self._sum_squares += rollout.reward**2
             self._error = rollout.error or self._error
 
+    @property
+    def is_solved(self) -> bool:
+        """Nine of ten groups, or more, are solved by all their members."""
+        return self._num_solved >= SOLVED * self._verdicts.total() > 0
+
     def __str__(self) -> str:
         mean = self._sum / self.slots
         spread = max(0.0, self._sum_squares / self.slots - mean**2) ** 0.5
         groups = ", ".join(f"{count} {verdict}" for verdict, count in self._verdicts.most_common())
+        solved = f", {self._num_solved} of them solved" if self._num_solved else ""
         error = f"; last error: {self._error}" if self._error else ""
-        return f"{self.slots} rollouts in groups {groups}; reward mean {mean:.4g}, spread {spread:.4g}{error}"
+        return f"{self.slots} rollouts in groups {groups}{solved}; reward mean {mean:.4g}, spread {spread:.4g}{error}"

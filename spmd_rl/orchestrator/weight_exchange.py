@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmd_rl.orchestrator.roll_call import RollCall
+from spmd_rl.types import GuardError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ class WeightExchange:
 def assert_moved(version: int, norm: float, *, gradient: float, rate: float) -> None:
     """A step that had a gradient has changed weights as engines hold them."""
     if norm == 0 and gradient > 0 and rate > 0:
-        raise RuntimeError(
+        raise GuardError(
             f"frozen policy: the step to version {version} had gradient norm {gradient:g} and learning rate "
             f"{rate:g}, and no weight changed as engines hold it: raise the rate, or compute in float32"
         )

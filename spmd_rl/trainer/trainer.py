@@ -33,6 +33,7 @@ from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import adamw, local, square_sum, warmed_up
 from spmd_rl.trainer.proximal import loglinear
 from spmd_rl.trainer.ranks import TrainerRanks
+from spmd_rl.types import GuardError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -245,7 +246,8 @@ class Trainer:
         factor = self.models.num_averaged / denominator if denominator else 0.0
         norms, weight_norm = [math.sqrt(squares) * factor for squares in g_squares], math.sqrt(w_squares)
         if not all(map(math.isfinite, (*g_squares, w_squares, loss))):
-            raise RuntimeError(self._blame(work.micro_batches, starts, losses, n, progress, norms, weight_norm))
+            fault = GuardError if math.isfinite(weight_norm) else RuntimeError  # such weights are not to be kept
+            raise fault(self._blame(work.micro_batches, starts, losses, n, progress, norms, weight_norm))
         if denominator:
             for some, norm in zip(gradients, norms, strict=True):
                 bounded = min(1.0, self.grad_clip / norm) if norm else 1.0

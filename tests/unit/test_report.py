@@ -57,7 +57,7 @@ def test_a_resume_goes_on_from_what_was_recorded_and_its_times_are_its_own():
     resumed = report()
     resumed.restore(json.loads(json.dumps(lines)))
     train(resumed, [], range(6, 9))
-    expected, summary = (of.summary("done", {}, {}, OPEN) for of in (whole, resumed))
+    expected, summary = ({"status": "done", **of.summary({}, {}, OPEN)} for of in (whole, resumed))
     assert {n: v for n, v in summary.items() if n not in OF_A_PROCESS} == {
         n: v for n, v in expected.items() if n not in OF_A_PROCESS
     }

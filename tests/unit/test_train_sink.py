@@ -5,6 +5,7 @@ from spmd_rl.advantages import grpo, raw, standardized
 from spmd_rl.bounds import age_bound
 from spmd_rl.orchestrator.order import make_order
 from spmd_rl.orchestrator.train_sink import KEPT, TrainSink
+from spmd_rl.types import GuardError
 from tests import fakes
 
 
@@ -200,21 +201,42 @@ def test_empty_batches_in_a_row_stop_the_run_and_say_why():
     sink = make(max_empty_batches=2)
     for group_id in range(3):
         put(sink, group_id, (0.5, 0.5))
-    with pytest.raises(RuntimeError, match=r"2 empty batches in a row, 8 rollouts in groups 3 zero_spread, 1 failed; "):
-        put(sink, 3, (0.5, 0.5), failed=(0, 1))
+    assert sink.still_teaches()
+    put(sink, 3, (0.5, 0.5), failed=(0, 1))
+    with pytest.raises(GuardError, match=r"2 empty batches in a row, 8 rollouts in groups 3 zero_spread, 1 failed; "):
+        sink.still_teaches()
 
 
 def test_one_trainable_group_ends_the_row():
     sink = make(max_empty_batches=2)
     for group_id in range(20):
         put(sink, group_id, (0.5, 0.5) if group_id % 4 else (0.0, 1.0))
+        assert sink.still_teaches()
 
 
 def test_groups_kept_without_any_advantage_count_as_empty_too():
     sink = make(max_empty_batches=1, filters={})
     put(sink, 0, (0.5, 0.5))
-    with pytest.raises(RuntimeError, match="2 zero_advantage"):
-        put(sink, 1, (0.5, 0.5))
+    put(sink, 1, (0.5, 0.5))
+    with pytest.raises(GuardError, match="2 zero_advantage"):
+        sink.still_teaches()
+
+
+@pytest.mark.parametrize(
+    ("unsolved", "failed", "solved"),
+    [(0, (), True), (1, (), True), (2, (), False), (10, (), False), (0, (0, 1), False)],
+)
+@pytest.mark.parametrize("filters", [None, {}])
+def test_what_is_solved_is_told_from_what_is_hopeless(filters, unsolved, failed, solved):
+    """Of ten groups, `unsolved` have the least reward in all members, or all have failed; 0.8 counts as solved."""
+    sink = make(max_empty_batches=5, filters=filters, solved_at=0.8)
+    for group_id in range(10):
+        put(sink, group_id, (0.0, 0.0) if group_id < unsolved else (0.8, 0.8), failed=failed)
+    if solved:
+        assert not sink.still_teaches()
+    else:
+        with pytest.raises(GuardError, match="5 empty batches in a row"):
+            sink.still_teaches()
 
 
 @pytest.mark.parametrize("order", ["completion", "oldest", "admission"])
