@@ -37,6 +37,7 @@ class EngineStats:
     recompute_s: float = 0.0  # in steps for which a sequence waited that had begun before the last swap
     slot_s: float = 0.0  # in steps, each for every sequence that held a slot
     waiting_s: float = 0.0  # in steps, each for every request that had none
+    kv_waiting_s: float = 0.0  # of that, for those that had a slot and no room for keys and values
     tokens: int = 0  # of completions handed back, wasted ones included
     wasted_tokens: int = 0  # of sequences that were restarted
     swaps: int = 0
@@ -219,6 +220,7 @@ class EngineThread:
         in_slots = self.engine.num_running + len(finished)
         self.stats.slot_s += seconds * in_slots
         self.stats.waiting_s += seconds * max(0, self.num_requests - in_slots)
+        self.stats.kv_waiting_s += seconds * self.engine.num_lacking_kv
         for request_id, completion in finished:
             self._finish(request_id, self._running.pop(request_id), completion)
 

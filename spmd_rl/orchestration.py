@@ -289,7 +289,12 @@ def _in_loop(loop: asyncio.AbstractEventLoop, ask: Callable[[], dict[str, object
 def knobs_of(config: Config) -> Knobs:
     """The settings that the verdict names."""
     names = ("max_staleness", "max_concurrent", "gate", "order", "window", "max_age")
-    return Knobs(batch_size=config.rollout.batch_size, **{name: getattr(config.staleness, name) for name in names})
+    return Knobs(
+        batch_size=config.rollout.batch_size,
+        kv_cache_mib=config.inference.kv_cache_mib,
+        solved_at=config.eval.solved_at,
+        **{name: getattr(config.staleness, name) for name in names},
+    )
 
 
 def _layout(world: World, config: Config) -> str:

@@ -66,11 +66,8 @@ class Kind(IntEnum):
     PINNED = 14
     SWAP = 15
     SENT = 16
-<<<<<<< HEAD
     FAILED = 17  # an attempt of an episode
-=======
-    GAVE_UP = 17  # the trainers, on a batch: they keep the version before it
->>>>>>> 801ca46 (A guard ends a run only after saving, a solved run is done, and summary.json closes both ledgers at every end)
+    GAVE_UP = 18  # the trainers, on a batch: they keep the version before it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

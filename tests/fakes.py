@@ -53,7 +53,9 @@ def group(of: GroupWork, rewards: list[float] | None = None, *, failed: tuple[in
 def knobs(**changed: object) -> Knobs:
     """What a run was set to."""
     usual: dict[str, object] = {"max_staleness": 2, "batch_size": 4, "max_concurrent": 64, "gate": "admission"}
-    return Knobs(**usual | {"order": "admission", "window": 1, "max_age": -1} | changed)
+    return Knobs(
+        **usual | {"order": "admission", "window": 1, "max_age": -1, "kv_cache_mib": 0, "solved_at": 1.0} | changed
+    )
 
 
 def tasks(num: int | None = None) -> Iterator[Task]:

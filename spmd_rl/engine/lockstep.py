@@ -42,6 +42,10 @@ class Leader:
         return self._engine.num_running
 
     @property
+    def num_lacking_kv(self) -> int:
+        return self._engine.num_lacking_kv
+
+    @property
     def kv_used(self) -> float:
         return self._engine.kv_used
 

@@ -64,6 +64,7 @@ class NativeEngine:
         self._specs = {spec.name: spec for spec in manifest(model)}
         self._vocab = config.vocab_size
         self._max_slots = max_slots
+        self._num_lacking_kv = 0
         self._max_seq_len = max_seq_len
         self._prefill_budget = prefill_budget
         self._recompute = kv_on_update == "recompute"
@@ -91,6 +92,10 @@ class NativeEngine:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_lacking_kv(self) -> int:
+        return self._num_lacking_kv
 
     @property
     def kv_used(self) -> float:
@@ -182,10 +187,12 @@ class NativeEngine:
     def _admit(self) -> None:
         """In order of arrival, while there are slots, and room for the longest rows that all may come to need."""
         reserved = sum(_largest_row(s) for s in self._running.values())
+        self._num_lacking_kv = 0
         while self._waiting and len(self._running) < self._max_slots:
             request_id, sequence = next(iter(self._waiting.items()))
             reserved += _largest_row(sequence)
             if reserved > self._room.rows:
+                self._num_lacking_kv = min(len(self._waiting), self._max_slots - len(self._running))
                 break
             self._running[request_id] = self._waiting.pop(request_id)
             self._queue_prompt(sequence)

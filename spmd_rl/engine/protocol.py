@@ -21,6 +21,10 @@ class Engine(Protocol):
         """Requests that hold a slot."""
 
     @property
+    def num_lacking_kv(self) -> int:
+        """Requests for which the newest step had a slot, and no room for keys and values."""
+
+    @property
     def kv_used(self) -> float:
         """Share of the KV cache that is taken; like num_running, readable from any thread."""
 

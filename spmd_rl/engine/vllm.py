@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 OLDEST, BELOW = (0, 28), (0, 33)  # tested with 0.32; 0.33 needs another torch
 TORCH = (2, 13)  # what these are built for
+MOST_KV = 0.5  # of the cache: with less taken, what vLLM has not scheduled waits for its budget of prompt tokens
 CPU_BLOCK = 32  # KV cache tokens per block: the least that the CPU build takes, so that short prompts are shared
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process
@@ -152,6 +153,11 @@ class VllmEngine:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_lacking_kv(self) -> int:
+        """Those that vLLM has not scheduled, or has preempted, once most of the cache is taken."""
+        return len(self._engine.engine_core.engine_core.scheduler.waiting) if self.kv_used > MOST_KV else 0
 
     @property
     def kv_used(self) -> float:

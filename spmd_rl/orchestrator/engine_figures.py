@@ -81,6 +81,7 @@ def _between(first: tuple[float, Counts], last: tuple[float, Counts]) -> dict[in
             "idle": max(0.0, 1.0 - (counts["busy_s"] - old[rank]["busy_s"]) / seconds),
             "running": (counts["slot_s"] - old[rank]["slot_s"]) / seconds,
             "waiting": (counts["waiting_s"] - old[rank]["waiting_s"]) / seconds,
+            "kv_waiting": (counts["kv_waiting_s"] - old[rank]["kv_waiting_s"]) / seconds,
             **{name: counts[name] for name in ("rollouts", "kv_used", "version")},
         }
         for rank, counts in new.items()
@@ -88,7 +89,8 @@ def _between(first: tuple[float, Counts], last: tuple[float, Counts]) -> dict[in
 
 
 def _together(each: list[dict[str, float]]) -> dict[str, float]:
-    how = {"tokens_per_s": sum, "running": sum, "waiting": sum, "recompute": _mean, "idle": _mean, "kv_used": max}
+    how = {"tokens_per_s": sum, "running": sum, "waiting": sum, "kv_waiting": sum}
+    how |= {"recompute": _mean, "idle": _mean, "kv_used": max}
     return {name: combine([own[name] for own in each]) for name, combine in how.items()}
 
 

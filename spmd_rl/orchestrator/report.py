@@ -95,6 +95,7 @@ class Report:
         self._held_back_s = 0.0  # of the waiting: a batch's worth of finished rollouts lay there
         self._held_s = 0.0  # complete batches, by this process
         self._sampled = self._taught = self._dropped = 0.0  # rollouts: all, with an advantage, given up for their age
+        self._num_moved = 0  # steps that changed weights
         self._trained_tokens = 0.0
         self._parked_s = 0.0
         self._evals: list[tuple[int, Mapping[str, float], Sequence[Rollout]]] = []  # the first and the last
@@ -134,6 +135,7 @@ class Report:
         self._sampled += sampled
         self._taught += sampled * values["rollout/trainable_share"]
         self._dropped += values["rollout/dropped"]
+        self._num_moved += values["weights/update_norm"] != 0
         self._held_s += values["time/parked_s"]
         self._worked_s += values["trainer/step_s"]
         self._count(version, values)
@@ -202,11 +204,14 @@ class Report:
             engine_idle=engines.get("idle"),
             slots_used=engines.get("running", 0.0) / self._slots,
             requests_wait=engines.get("waiting", 0.0),
+            kv_wait=engines.get("kv_waiting", 0.0),
             closed_by_concurrency=_part(closed_s["concurrency"], sum(closed_s.values())),
             held_back=_part(self._held_back_s, self._waited_s),
             parked=_part(self._held_s, self._training_s()),
-            trainable=_part(self._taught, self._sampled),
+            trainable=self._taught / self._sampled if self._sampled else None,
             dropped=_part(self._dropped, self._sampled),
+            moved=_part(self._num_moved, self.version - self._resumed_at),
+            reward=_mean(self._last_rewards),
         )
 
     def summary(

@@ -23,11 +23,14 @@ class Signals:
     engine_idle: float | None  # of their time: without any work at all
     slots_used: float  # of the engines' slots, on average
     requests_wait: float  # requests that found no slot or no room for keys and values, on average: no share
+    kv_wait: float  # of those, requests that had a slot and no room: no share
     closed_by_concurrency: float  # of the time that the gate was closed: C alone closed it
     held_back: float  # of the trainer's waiting: B finished rollouts lay there, and the order or max_age said no
     parked: float  # of the time from the first admission to the last step: a complete batch was held
-    trainable: float  # of what was sampled: trained with an advantage
+    trainable: float | None  # of what was sampled: trained with an advantage; None: no batch was trained
     dropped: float  # of what was sampled: given up for its age
+    moved: float  # of the steps: weights changed, as engines hold them
+    reward: float | None  # mean over the last batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +44,18 @@ class Knobs:
     order: str
     window: int
     max_age: int
+    kv_cache_mib: int
+    solved_at: float
 
 
 def diagnose(signals: Signals, knobs: Knobs) -> tuple[str, str]:
     """(stage, advice)."""
-    if signals.trainer_idle is None or signals.engine_idle is None:
-        return "unknown", "too few steps to tell"
-    for stage, holds, advice in RULES:
+    timed = signals.trainer_idle is not None and signals.engine_idle is not None
+    for stage, holds, advice in RULES if timed else TRAINED:
         if holds(signals, knobs):
             return stage, advice(signals, knobs)
+    if not timed:
+        return "unknown", "too few steps to tell"
     raise AssertionError("the last rule always holds")
 
 
@@ -63,7 +69,26 @@ def _engines_have_room(s: Signals) -> bool:
 
 
 Rule = tuple[str, Callable[[Signals, Knobs], bool], Callable[[Signals, Knobs], str]]
+TRAINED: tuple[Rule, ...] = (  # those that ask for no time: was anything trained at all?
+    ("nothing trained", lambda s, k: not s.trainable or not s.moved, lambda s, k: _why_nothing(s, k)),
+    (
+        "dropping",
+        lambda s, k: s.trainable < MOST and s.dropped >= MOST * (1 - s.trainable),
+        lambda s, k: (
+            f"{_share(s.dropped)} of what is sampled is dropped for its age: raise staleness.max_age above {k.max_age}"
+        ),
+    ),
+    (
+        "rewards",
+        lambda s, k: s.trainable < MOST,
+        lambda s, k: (
+            f"only {_share(s.trainable)} of what is sampled has anything to teach: look at the reward, and draw tasks "
+            "that are neither solved nor hopeless (data.min_solve_rate, data.max_solve_rate)"
+        ),
+    ),
+)
 RULES: tuple[Rule, ...] = (
+    *TRAINED,
     (
         "trainer",
         lambda s, k: not _trainer_waits(s) and (_engines_have_room(s) or s.parked >= MOST),
@@ -78,25 +103,17 @@ RULES: tuple[Rule, ...] = (
         lambda s, k: "both sides are busy: only more ranks on both make it faster",
     ),
     (
-        "dropping",
-        lambda s, k: s.trainable < MOST and s.dropped >= MOST * (1 - s.trainable),
-        lambda s, k: (
-            f"the trainer waits while {_share(s.dropped)} of what is sampled is dropped for its age: raise "
-            f"staleness.max_age above {k.max_age}"
-        ),
-    ),
-    (
-        "rewards",
-        lambda s, k: s.trainable < MOST,
-        lambda s, k: (
-            f"the trainer waits while only {_share(s.trainable)} of what is sampled has anything to teach: look at the "
-            "reward, and draw tasks that are neither solved nor hopeless (data.min_solve_rate, data.max_solve_rate)"
-        ),
-    ),
-    (
         "taking turns",
         lambda s, k: k.max_staleness == 0 and k.gate == "admission" and _engines_have_room(s),
         lambda s, k: "each side waits for the other: raise staleness.max_staleness to 1",
+    ),
+    (
+        "KV cache",
+        lambda s, k: s.kv_wait >= 1 and s.kv_wait >= MOST * s.requests_wait,
+        lambda s, k: (
+            f"the trainer waits while {s.kv_wait:.0f} requests with a free slot wait for room in the KV cache: raise "
+            f"inference.kv_cache_mib above {k.kv_cache_mib}, or shorten rollout.max_tokens"
+        ),
     ),
     (
         "stragglers",
@@ -152,6 +169,25 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
 )
+
+
+def _why_nothing(s: Signals, k: Knobs) -> str:
+    if s.trainable is None:
+        return "no batch was trained"
+    if s.trainable:
+        return (
+            f"no step changed a weight as engines hold it, though {_share(s.trainable)} of what was sampled had an "
+            "advantage: look at trainer.learning_rate and trainer/grad_norm"
+        )
+    said = "no rollout had an advantage"
+    if s.dropped >= MOST:
+        return f"{said}, {_share(s.dropped)} was dropped for its age: raise staleness.max_age above {k.max_age}"
+    if s.reward is not None and s.reward >= k.solved_at:
+        return f"{said}, and all is solved: the mean reward is {s.reward:.3g}; draw harder tasks"
+    return (
+        f"{said}; the mean reward of the last batches is {s.reward or 0.0:.3g}: look at the reward, and draw tasks "
+        "that are neither solved nor hopeless (data.min_solve_rate, data.max_solve_rate)"
+    )
 
 
 def _with_room(k: Knobs) -> str:

@@ -133,7 +133,18 @@ def test_two_and_two_ranks_learn(tmp_path: Path) -> None:
     engines, ended = job.summary["engines"], job.summary["ledger"]["admitted"] + 2 * 32  # two evaluations
     assert engines.keys() == {"rank0", "rank1"} and sum(e["rollouts"] for e in engines.values()) == ended
     assert all(engine["updates"] == 81 and engine["mean_pause_s"] > 0 for engine in engines.values())
-    names = ("tokens_per_s", "idle", "recompute", "rollouts", "running", "waiting", "kv_used", "version", "pause_s")
+    names = (
+        "tokens_per_s",
+        "idle",
+        "recompute",
+        "rollouts",
+        "running",
+        "waiting",
+        "kv_waiting",
+        "kv_used",
+        "version",
+        "pause_s",
+    )
     last = job.metrics("step")[-1]
     assert {f"engine/rank{rank}/{name}" for rank in (0, 1) for name in names} <= last.keys()
     assert last["engine/rank1/version"] >= 78 and last["engine/rank1/pause_s"] > 0

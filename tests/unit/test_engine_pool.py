@@ -85,7 +85,19 @@ def test_an_engine_that_takes_four_times_as_long_for_a_step_gets_a_fifth(folder)
 
 def counters(**changed: float) -> dict[str, float]:
     zero = dict.fromkeys(
-        ("busy_s", "pause_s", "recompute_s", "slot_s", "waiting_s", "tokens", "swaps", "kv_used", "version"), 0
+        (
+            "busy_s",
+            "pause_s",
+            "recompute_s",
+            "slot_s",
+            "waiting_s",
+            "kv_waiting_s",
+            "tokens",
+            "swaps",
+            "kv_used",
+            "version",
+        ),
+        0,
     )
     return {**zero, "rollouts": 0, **changed}
 
@@ -101,7 +113,17 @@ def test_figures_of_two_engines_since_the_count_before():
     assert (rates["engine/tokens_per_s"], rates["engine/idle"]) == (60.0, 0.25)
     figures.count(
         {
-            0: counters(tokens=900, busy_s=10, slot_s=35, waiting_s=8, kv_used=0.5, version=2, swaps=2, pause_s=0.3),
+            0: counters(
+                tokens=900,
+                busy_s=10,
+                slot_s=35,
+                waiting_s=8,
+                kv_waiting_s=4,
+                kv_used=0.5,
+                version=2,
+                swaps=2,
+                pause_s=0.3,
+            ),
             3: counters(tokens=100, busy_s=3, recompute_s=1, slot_s=20, kv_used=0.7, version=1, rollouts=9),
         }
     )
@@ -112,15 +134,16 @@ def test_figures_of_two_engines_since_the_count_before():
         "engine/recompute": 0.0625,
         "engine/running": 6.5,  # 32 and 20 sequences' seconds in eight
         "engine/waiting": 1,
+        "engine/kv_waiting": 0.5,
         "engine/kv_used": 0.7,
         **{
             f"engine/rank0/{k}": v
-            for k, v in {"tokens_per_s": 100.0, "idle": 0.0, "recompute": 0.0, "rollouts": 0}.items()
+            for k, v in {"tokens_per_s": 100.0, "idle": 0.0, "recompute": 0.0, "rollouts": 0, "kv_waiting": 0.5}.items()
         },
         **{f"engine/rank0/{k}": v for k, v in {"running": 4, "waiting": 1, "kv_used": 0.5, "version": 2}.items()},
         **{
             f"engine/rank3/{k}": v
-            for k, v in {"tokens_per_s": 10.0, "idle": 0.75, "recompute": 0.125, "rollouts": 9}.items()
+            for k, v in {"tokens_per_s": 10.0, "idle": 0.75, "recompute": 0.125, "rollouts": 9, "kv_waiting": 0}.items()
         },
         **{f"engine/rank3/{k}": v for k, v in {"running": 2.5, "waiting": 0, "kv_used": 0.7, "version": 1}.items()},
     }
@@ -153,7 +176,8 @@ def test_one_engine_is_all_there_is_to_say():
         rates = figures.rates("step")
     assert rates["engine/tokens_per_s"] == 100  # the last count but one is too young
     assert rates.keys() == {
-        f"engine/{name}" for name in ("tokens_per_s", "running", "waiting", "recompute", "idle", "kv_used")
+        f"engine/{name}"
+        for name in ("tokens_per_s", "running", "waiting", "kv_waiting", "recompute", "idle", "kv_used")
     }
 
 

@@ -27,6 +27,8 @@ class CountingEngine:
     def num_running(self) -> int:
         return min(len(self.running), self.num_slots)
 
+    num_lacking_kv = 0
+
     @property
     def recomputes(self) -> bool:
         return any(tokens and tokens[-1] < self.version for _, tokens in self.running.values())

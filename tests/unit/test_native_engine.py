@@ -306,7 +306,7 @@ def test_cancel_returns_what_there_is_and_frees_the_slot(tmp_path: Path) -> None
         engine.submit(i, prompt_of(length), Sampling(max_tokens=10))
     engine.step()
     engine.step()
-    assert (engine.num_running, engine.num_waiting) == (2, 1)
+    assert (engine.num_running, engine.num_waiting, engine.num_lacking_kv) == (2, 1, 0)
     engine.cancel(0)
     engine.cancel(1)
     engine.cancel(77)  # unknown, or ended already
@@ -450,6 +450,7 @@ def test_requests_wait_for_memory_though_slots_are_free(small: tuple[Path, Weigh
         engine.submit(i, prompt_of(5 + i), Sampling(max_tokens=6))
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (3, 2)  # a row of 64 for each
+    assert engine.num_lacking_kv == 2
     assert sorted(_run(engine)) == [0, 1, 2, 3, 4]
 
 

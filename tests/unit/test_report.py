@@ -31,6 +31,7 @@ def step(version: int) -> dict[str, object]:
     values = batch_metrics(batch, given_up={"filtered": [], "dropped": []}, usable=lambda _: True)
     values |= {"reward": version / 8, "trainer/wait_s": float(version), "trainer/step_s": 1.0}
     values |= {"trainer/tokens": 3, "trainer/tokens_per_s": 3.0, "time/parked_s": 0.25, "time/held_back_s": 0.0}
+    values |= {"weights/update_norm": 1.0}
     return values
 
 
