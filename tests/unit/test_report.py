@@ -94,5 +94,5 @@ def test_the_example_is_the_task_whose_reward_rose_most(before, after, shown):
     of._evals.clear()
     for version, rollouts in ((0, before), (8, after)):
         of.evaluated(version, EvalReport(eval_id="", envs={}), {"eval/fake/reward": 0.0}, rollouts)
-    table = of.table(of.summary("done", {}, {}, OPEN), paths={})
+    table = of.table({"status": "done", **of.summary({}, {}, OPEN)}, paths={})
     assert [line.strip() for line in table.splitlines() if line.startswith("    ")] == shown

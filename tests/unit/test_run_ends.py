@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from spmd_rl.types import GuardError
+from spmd_rl.types import Finish, GuardError
 from tests import fakes
 from tests.unit.test_orchestrator import TRAINER, Ranks
 
@@ -15,6 +15,7 @@ class Worlds(Ranks):
     def __init__(self, folder, *, rewards=lambda version: (0.0, 1.0), error="", hold_at=None, faulty_at=None, **more):
         super().__init__(folder, **more)
         self.rewards, self.error, self.hold_at, self.faulty_at = rewards, error, hold_at, faulty_at
+        self.finish = Finish.SKIPPED if error.startswith("PromptTooLong") else Finish.ERROR
         self.held_works: list = []
 
     def _end(self, work) -> None:
@@ -26,7 +27,7 @@ class Worlds(Ranks):
         for sample in range(work.size):
             rollout = fakes.rollout(work, sample, versions=[self.version], reward=self.rewards(self.version)[sample])
             if self.error and work.purpose == "train":
-                rollout.finish_reason, rollout.error = "error", self.error
+                rollout.finish_reason, rollout.error = self.finish, self.error
             self._tokens += 1
             self.orchestrator.rollout_ended(rollout)
 
