@@ -54,6 +54,7 @@ from spmd_rl.world import (
     leave_refused,
     meet,
     note,
+    tell_stack_when_asked,
 )
 
 T = TypeVar("T")
@@ -114,6 +115,7 @@ def train(config: Config | ValueError, name: str) -> None:
         stall_timeout_s=config.run.stall_timeout_s,
         stacks_folder=start.run_dir,
     )
+    tell_stack_when_asked()
     live.start()
     try:
         if code := _play(world, config, start, file, live, signals):

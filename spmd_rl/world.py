@@ -20,12 +20,14 @@ who watches for dead or hung ranks is liveness.py.  Knows nothing of what the ro
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,6 +45,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from spmd_rl.topology import Topology, check_world_size
 
+TELL_STACK = signal.SIGUSR2
+TELL_S = 0.5  # for a stack to be written
 _IDLE = timedelta(days=30)
 _COLLECTIVE = timedelta(minutes=60)  # trainers wait for each other at most this long
 
@@ -349,15 +353,26 @@ def end_process(code: int) -> NoReturn:
 
 
 def end_sibling(rank: int) -> None:
-    """Kill a rank of this torchrun that gives no sign of life: stopped, it would hold torchrun's SIGTERM for 30 s."""
+    """Kill a rank of this torchrun that gives no sign of life: stopped, it would hold torchrun's SIGTERM for 30 s.
+
+    Asked before, one whose main thread holds the interpreter says where it stands.
+    """
     ours = {f"RANK={rank}", *(f"{name}={os.environ.get(name)}" for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"))}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getppid() and ours <= {*(process / "environ").read_text(errors="replace").split("\0")}:
+                os.kill(int(process.name), TELL_STACK)
+                threading.Event().wait(TELL_S)
                 os.kill(int(process.name), signal.SIGKILL)
         except OSError:  # it has ended
             continue
+
+
+def tell_stack_when_asked() -> None:
+    """From here on `TELL_STACK` has the main thread's stack written to stderr, also while it holds the interpreter."""
+    assert sys.__stderr__ is not None
+    faulthandler.register(TELL_STACK, file=sys.__stderr__, all_threads=False)
 
 
 def end_torchrun() -> None:

@@ -2,12 +2,15 @@
 
 import asyncio
 import importlib
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from spmd_rl.liveness import Judge, Mark
 from spmd_rl.loop_watch import TOLD_S, WARNED_S, LoopWatch
+from spmd_rl.world import TELL_STACK
 
 SOURCE = """
 import threading
@@ -89,3 +92,23 @@ def test_it_is_the_rank_that_is_held_that_fails_and_not_one_that_waits_for_it():
     rank, text = judge.verdict(marks, now=1.0)
     assert rank == 0
     assert text.startswith("stuck at 'reward at /u/e.py:12, which holds the event loop' for 61 s; rank 0 (inference): ")
+
+
+HOLDS = """
+import re
+from spmd_rl.world import tell_stack_when_asked
+tell_stack_when_asked()
+def reward():
+    print("held", flush=True)
+    re.match(r"(a+)+$", "a" * 60 + "b")
+reward()
+"""
+
+
+def test_who_holds_the_interpreter_itself_still_writes_its_stack_when_asked():
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"held\n"
+        rank.send_signal(TELL_STACK)
+        lines = [rank.stderr.readline() for _ in range(4)]
+        rank.kill()
+    assert lines[0].startswith(b"Stack") and any(line.endswith(b" in reward\n") for line in lines)
