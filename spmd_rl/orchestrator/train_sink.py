@@ -369,7 +369,7 @@ class _Barren:
     """What was given up since something could last be trained."""
 
     def __init__(self) -> None:
-        self.slots, self._sum, self._sum_squares = 0, 0.0, 0.0
+        self.slots, self._judged, self._sum, self._sum_squares = 0, 0, 0.0, 0.0
         self._verdicts: Counter[str] = Counter()
         self._num_solved = 0  # groups whose members are all solved
         self._error = ""
@@ -379,9 +379,12 @@ class _Barren:
         self._verdicts["zero_advantage" if verdict == KEPT else verdict] += 1
         self._num_solved += all(not r.failed and r.reward >= solved_at for r in group.rollouts)
         for rollout in group.rollouts:
-            self._sum += rollout.reward
-            self._sum_squares += rollout.reward**2
-            self._error = rollout.error or self._error
+            if rollout.failed:
+                self._error = rollout.error or self._error
+            else:
+                self._judged += 1
+                self._sum += rollout.reward
+                self._sum_squares += rollout.reward**2
 
     @property
     def is_solved(self) -> bool:
@@ -389,9 +392,11 @@ class _Barren:
         return self._num_solved >= SOLVED * self._verdicts.total() > 0
 
     def __str__(self) -> str:
-        mean = self._sum / self.slots
-        spread = max(0.0, self._sum_squares / self.slots - mean**2) ** 0.5
+        judged = max(1, self._judged)
+        mean = self._sum / judged
+        spread = max(0.0, self._sum_squares / judged - mean**2) ** 0.5
+        reward = f"reward mean {mean:.4g}, spread {spread:.4g}" if self._judged else "no reward"
         groups = ", ".join(f"{count} {verdict}" for verdict, count in self._verdicts.most_common())
         solved = f", {self._num_solved} of them solved" if self._num_solved else ""
         error = f"; last error: {self._error}" if self._error else ""
-        return f"{self.slots} rollouts in groups {groups}{solved}; reward mean {mean:.4g}, spread {spread:.4g}{error}"
+        return f"{self.slots} rollouts in groups {groups}{solved}; {reward}{error}"

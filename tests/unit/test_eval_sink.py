@@ -6,6 +6,7 @@ from spmd_rl.bounds import Bound
 from spmd_rl.evaluate import table
 from spmd_rl.orchestrator.eval_sink import EvalSink, pass_at
 from spmd_rl.orchestrator.report import Report, eval_values
+from spmd_rl.orchestrator.train_sink import _Barren
 from tests import fakes
 
 BOUND = Bound(age=2, line="", cap=None)
@@ -99,6 +100,14 @@ def test_where_nothing_was_measured_there_is_no_mean():
     shown = Report(steps=1, knobs=fakes.knobs(), slots=1, bound=BOUND, decode=str, say=said.append)
     shown.evaluated(3, report, values, ended)
     assert said == ["eval at version 3: sums reward - over 2 tasks, failed 1 of 2, skipped 1 of 2"]
+
+
+def test_what_ends_a_run_for_want_of_anything_to_train_has_no_reward_of_what_failed():
+    barren = _Barren()
+    barren.add(fakes.group(fakes.work(0, size=2), failed=(0, 1)), "failed", 1.0)
+    assert "2 rollouts in groups 1 failed; no reward; last error: ValueError" in str(barren)
+    barren.add(fakes.group(fakes.work(1, size=2), [0.0, 0.5], failed=(0,)), "failed", 1.0)
+    assert "reward mean 0.5, spread 0;" in str(barren)
 
 
 def test_with_some_failed_the_mean_is_of_those_that_were_judged():
