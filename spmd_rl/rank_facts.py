@@ -41,45 +41,17 @@ MAY_DIFFER = ("model.path",)  # a local path: its content is compared; so is tha
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONUTF8", "MKL_CBWR")
 PREFIXES = ("TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "CUBLAS", "CUDNN_", "ATEN_", "ONEDNN_", "DNNL_", "TRITON_")
 PREFIXES += ("VLLM_", "FLASH_ATTENTION_", "FLASHINFER_")
-OF_A_NODE = tuple(  # beginnings of names that say where things lie or how they are logged
-    [
-        "TORCH_NCCL_",
-        "TORCH_FR_",
-        "TORCH_GLOO_",
-        "TORCH_ELASTIC_",
-        "TORCH_DISTRIBUTED_DEBUG",
-        "TORCH_LOGS",
-        "TORCH_TRACE",
-        "TORCH_HOME",
-        "TORCH_EXTENSIONS_DIR",
-        "TORCH_SHOW_",
-        "TORCH_CPP_LOG_LEVEL",
-        "TORCH_CUDA_ARCH_LIST",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "PYTORCH_ALLOC_CONF",
-        "PYTORCH_KERNEL_CACHE_PATH",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "CUBLAS_LOG",
-        "CUBLASLT_LOG",
-        "CUDNN_LOG",
-        "ONEDNN_VERBOSE",
-        "DNNL_VERBOSE",
-        "TRITON_CACHE_DIR",
-        "TRITON_HOME",
-        "VLLM_HOST_IP",
-        "VLLM_PORT",
-        "VLLM_CACHE_ROOT",
-        "VLLM_CONFIG_ROOT",
-        "VLLM_ASSETS_CACHE",
-        "VLLM_LOGGING_",
-        "VLLM_NO_USAGE_STATS",
-        "VLLM_DO_NOT_TRACK",
-        "VLLM_USAGE_",
-        "VLLM_RPC_",
-        "FLASHINFER_WORKSPACE",
-        "FLASHINFER_CACHE",
-    ]
+# fmt: off
+OF_A_NODE = (  # beginnings of names that say where things lie or how they are logged
+    "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_", "TORCH_ELASTIC_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS",
+    "TORCH_TRACE", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_SHOW_", "TORCH_CPP_LOG_LEVEL", "TORCH_CUDA_ARCH_LIST",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_KERNEL_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR",
+    "CUBLAS_LOG", "CUBLASLT_LOG", "CUDNN_LOG", "ONEDNN_VERBOSE", "DNNL_VERBOSE", "TRITON_CACHE_DIR", "TRITON_HOME",
+    "VLLM_HOST_IP", "VLLM_PORT", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE", "VLLM_LOGGING_",
+    "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "VLLM_USAGE_", "VLLM_RPC_", "FLASHINFER_WORKSPACE",
+    "FLASHINFER_CACHE",
 )
+# fmt: on
 PACKAGES = ("spmd_rl", "torch", "transformers", "tokenizers", "safetensors", "numpy", "jinja2")  # of all ranks
 BESIDE_EPISODES = ("vllm", "math-verify", "pyarrow", "reasoning-gym", "verifiers")  # of inference ranks
 

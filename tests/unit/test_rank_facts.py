@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import spmd_rl
-from spmd_rl import config, rank_facts, tiny_model
+from spmd_rl import config, rank_facts, tiny_model, world
 from spmd_rl.agreement import Said, agree, difference
 from spmd_rl.config import Config
 from spmd_rl.rank_facts import compare_files, compare_programs, of_files, of_program, who_reads
@@ -175,6 +175,35 @@ def test_a_rank_that_says_nothing_is_named():
 
     ended = on_ranks(call)
     assert ended == ["TimeoutError: start: no word about word from rank 1 within 0 s", None, ended[0]]
+
+
+def test_a_refusal_is_said_once_and_noted_and_ends_all_ranks_with_its_code(monkeypatch, capfd):
+    job, ended = dist.HashStore(), []
+    monkeypatch.setattr(world, "end_process", ended.append)
+    monkeypatch.setattr(world.signal, "signal", lambda *args: None)  # these ranks are threads
+
+    def call(rank: Rank) -> object:
+        meeting = world.Meeting(
+            rank=rank.rank,
+            world_size=rank.world_size,
+            host=rank.host,
+            generation=1,
+            restarted=False,
+            job=job,
+            store=rank.store,
+            timeout_s=20.0,
+        )
+        try:
+            return compare_programs(meeting, load(run__seed=rank.rank // 2))
+        except ValueError as error:
+            return world.leave_refused(meeting, error, 2)
+
+    assert on_ranks(call) == [None] * 3
+    assert ended == [2, 2, 2] and job.get("ended") == b"2"
+    assert capfd.readouterr().err == (
+        "error: setting run.seed differs between ranks: 0 on rank 0 (node0), 1 on rank 2 (node2): all ranks must have "
+        "the same\n"
+    )
 
 
 def test_rank_0_decides_once_for_all():
