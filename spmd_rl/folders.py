@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 
 @contextmanager
@@ -17,8 +18,8 @@ def written_aside(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    aside.chmod(0o755)  # mkdtemp's are for their owner only
+    aside = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    aside.mkdir()
     try:
         yield aside
         if replace and folder.exists():

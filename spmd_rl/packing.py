@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from spmd_rl import tensor_file
 from spmd_rl.buffers import Buffers, aligned
 from spmd_rl.types import Rollout
 
@@ -113,10 +114,9 @@ def from_arrays(arrays: Mapping[str, np.ndarray], words: dict[str, list]) -> Pac
 
 def save(packed: Packed, path: Path) -> None:
     """Write `path` as safetensors, with the words as JSON in its metadata."""
-    from safetensors.numpy import save_file
-
     words = [dict(zip(packed.words, row, strict=True)) for row in zip(*packed.words.values(), strict=True)]
-    save_file({k: np.ascontiguousarray(v) for k, v in packed.arrays().items()}, path, {"words": json.dumps(words)})
+    arrays = {k: np.ascontiguousarray(v) for k, v in packed.arrays().items()}
+    tensor_file.write(arrays, path, {"words": json.dumps(words)})
 
 
 def load(path: Path) -> Packed:

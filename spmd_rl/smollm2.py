@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from spmd_rl import tensor_file
 from spmd_rl.folders import written_aside
 from spmd_rl.gguf import Gguf
 
@@ -85,7 +85,7 @@ def convert(gguf: Gguf, folder: Path) -> None:
     _write_json(folder / "generation_config.json", ids)
     _write_json(folder / "tokenizer_config.json", tokenizer_config(meta))
     tokenizer(meta).save(str(folder / "tokenizer.json"))
-    save_file(weights(gguf), folder / "model.safetensors", {"format": "pt"})
+    tensor_file.write(weights(gguf), folder / "model.safetensors", {"format": "pt"})
 
 
 def model_config(meta: Mapping[str, object]) -> dict[str, object]:

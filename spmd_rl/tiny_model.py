@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from spmd_rl import tensor_file
 from spmd_rl.envs import lookup
 from spmd_rl.folders import written_aside
 from spmd_rl.tokenizer import Tokenizer
@@ -123,4 +123,5 @@ def write_model(folder: Path, model: Qwen3ForCausalLM) -> None:
     """config.json, generation_config.json, model.safetensors."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    save_file(dict(model.named_parameters()), folder / "model.safetensors", {"format": "pt"})  # the tied head once
+    tied_once = dict(model.named_parameters())
+    tensor_file.write(tied_once, folder / "model.safetensors", {"format": "pt"})

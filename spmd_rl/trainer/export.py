@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from spmd_rl import tensor_file
 from spmd_rl.folders import written_aside
 from spmd_rl.trainer.lora import write_adapter
 from spmd_rl.trainer.optimizer import whole
@@ -69,9 +69,9 @@ def _write(tensors: dict[str, Tensor], folder: Path, source: Path) -> None:
     with written_aside(folder, replace=True) as aside:
         for file in sorted(source.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
-                shutil.copy(file, aside / file.name)
+                shutil.copyfile(file, aside / file.name)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, aside / "model.safetensors", {"format": "pt"})
+        tensor_file.write(tensors, aside / "model.safetensors", {"format": "pt"})
         (aside / SUMS).unlink(missing_ok=True)  # of a source that was itself exported
         sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(aside.iterdir())]
         (aside / SUMS).write_text("".join(sums))

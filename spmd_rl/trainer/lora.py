@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from spmd_rl import tensor_file
 from spmd_rl.folders import written_aside
 from spmd_rl.weights.low_rank import Lora
 
@@ -94,5 +94,5 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base:
         "inference_mode": True,
     }
     with written_aside(folder, replace=True) as aside:
-        save_file(state, aside / "adapter_model.safetensors", {"format": "pt"})
+        tensor_file.write(state, aside / "adapter_model.safetensors", {"format": "pt"})
         (aside / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ LAYERS = [
         "virtual_time",
         "buffers",
         "folders",
+        "tensor_file",
         "run_dir",
         "gguf",
         "model_files",
