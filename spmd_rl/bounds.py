@@ -7,7 +7,9 @@ Admission gate: right after an admission at version v at most (S+v+1)·B slots w
 has at most (S+v+1)·B - G slots before it.  In ticket order with look-ahead w at most w - G later ones overtake it (they
 lie in the window that its first ticket holds back).  Its position is at most (S+v+1)·B - G + max(0, w-G), whose batch
 is S + v + ceil(max(0, w-G) / B).  In other orders nothing limits how many overtake it.  At S = 0 the bound is 0 in any
-order: no slot is admitted for a later batch before this one is consumed.
+order: no slot is admitted for a later batch before this one is consumed.  Both hold for what is admitted after a resume,
+whatever that found: the premise is asserted at each admission.  What a resume finds has bounds of its own, see
+`TrainSink.restore` and docs/staleness.md.
 
 Ship gate: at most S+1 batches are shipped and untrained, one is parked, Q + C slots wait or run; so the position,
 counted from batch v, is at most (S+2)·B + Q + C - 1 + max(0, w-G).
@@ -32,6 +34,7 @@ class Bound:
     age: int | None
     line: str  # what is printed at start
     cap: int | None  # M where the sink must enforce it, None where the order alone keeps it or there is none
+    next_batch_only: bool = False  # S = 0: nothing is admitted that does not fit into the next batch
 
     def __str__(self) -> str:
         return self.line
@@ -66,7 +69,8 @@ def age_bound(
     else:
         age, formula = max_staleness - (-ahead // batch_size), "S" + (" + ceil((w-G)/B)" if ahead else "")
         least_cap = max_staleness
-    if gate == "admission" and max_staleness == 0:
+    synchronous = gate == "admission" and max_staleness == 0
+    if synchronous:
         age, formula = 0, "S: at S = 0 no order can age anything"
     elif order != "admission":
         age = None
@@ -80,4 +84,5 @@ def age_bound(
         return Bound(age=max_age, line=f"{line} ({order} order)", cap=max_age)
     if age is None:
         return Bound(age=None, line=f"no bound: {order} order; expect p99 above S = {max_staleness}", cap=None)
-    return Bound(age=age, line=f"age ≤ {age} = {formula}", cap=None)
+    cap = max_age if over_age == "drop" else None  # for what a resume finds; of its own admissions none is ever over it
+    return Bound(age=age, line=f"age ≤ {age} = {formula}", cap=cap, next_batch_only=synchronous)

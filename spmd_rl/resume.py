@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def check_fits(folder: Path, config: Config) -> None:
         state = from_json(words["path"], rollouts)
         counts = [state.version, state.next_ticket, state.next_group, words["tasks"]["cursor"]]
         sizes = {len(group.rollouts) for group in state.groups} | {work.size for work in state.unfinished}
-        formed = {len(batch.rollouts) for batch in state.batches}
+        for batch in state.batches:
+            sizes |= set(Counter(rollout.group_id for rollout in batch.rollouts).values())
         indices = [batch.index for batch in state.batches]
         weights = words.get("weights", {"layout": "", "checksums": []})
         whole = isinstance(weights["layout"], str) and isinstance(weights["checksums"], list)
@@ -130,9 +132,8 @@ def check_fits(folder: Path, config: Config) -> None:
         if there.get(key) != here.get(key):
             raise ValueError(f"{folder} holds a model with {key} = {there.get(key)!r}, here it is {here.get(key)!r}")
     rollout = config.rollout
-    for name, found, wanted in (("group", sizes, rollout.group_size), ("batch", formed, rollout.batch_size)):
-        if other := found - {wanted}:
-            raise ValueError(f"{folder} holds a {name} of {min(other)} rollouts, rollout.{name}_size = {wanted}")
+    if other := sizes - {rollout.group_size}:
+        raise ValueError(f"{folder} holds a group of {min(other)} rollouts, rollout.group_size = {rollout.group_size}")
 
 
 def model_config(config: Config) -> dict[str, object]:

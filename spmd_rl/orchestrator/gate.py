@@ -8,6 +8,8 @@ after all.  Between any two calls  accepted + running <= (S + version + 1)·B,  
 Where a resumed run lowered S or C it may start with more than these allow, and admits nothing until it is below.
 
 Mode "ship" limits admission by C and a queue of Q finished rollouts only; S then bounds what is shipped (ship_hold.py).
+Under a cap M nothing is admitted there that no batch up to version + M has a place for: accepted + running stay within
+(M + version + 1)·B.
 Adaptive admission lowers the limit to what keeps the trainer busy (`AdaptiveAdmission`).
 
 While somebody waits for it, it counts for how long C alone said no and for how long the bound did.
@@ -41,13 +43,14 @@ class Gate:
         max_concurrent: int,
         mode: str = "admission",  # "admission" | "ship"
         queue_size: int = 0,  # Q, finished rollouts that the ship gate lets wait
+        max_age: int | None = None,  # M, read by the ship gate: under the other one S <= M is the limit
         last_version: int | None = None,  # of the run: nothing is admitted that no batch up to it has a place for
         adaptive: AdaptiveAdmission | None = None,
         defer: Callable[[Callable[[], None]], object] | None = None,  # wakes the waiter; None = at once
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_staleness, self.batch_size, self.max_concurrent = max_staleness, batch_size, max_concurrent
-        self.queue_size, self.adaptive = queue_size, adaptive
+        self.queue_size, self.max_age, self.adaptive = queue_size, max_age, adaptive
         self._last_slot = math.inf if last_version is None else last_version * batch_size
         self.running = 0  # admitted and not settled
         self.accepted = 0  # settled as trainable, since version 0
@@ -74,6 +77,8 @@ class Gate:
                 "the ship gate could never fill a batch"
             )
         policy.on_change(self._version_changed)
+        if adaptive is not None:
+            adaptive.on_change(self._wake)
 
     def capacity(self) -> int:
         """min(C - running, room), in rollouts; towards the end of the run no more than is left to train."""
@@ -182,7 +187,11 @@ class Gate:
         return room if self.adaptive is None else min(room, int(self.adaptive.limit) - self.waiting - self.running)
 
     def _room_for_ship(self) -> int:
-        return self.queue_size + self.max_concurrent - (self.accepted - self.consumed + self.running)
+        room = self.queue_size + self.max_concurrent - (self.accepted - self.consumed + self.running)
+        if self.max_age is None:
+            return room
+        trainable = (self.max_age + self._policy.version + 1) * self.batch_size
+        return min(room, trainable - (self.accepted + self.running))
 
     def _check(self) -> None:
         version, batch_size = self._policy.version, self.batch_size
@@ -255,6 +264,11 @@ class AdaptiveAdmission:
         self._batch_size, self._target = batch_size, target_idle
         self._waited_s = self._time_s = 0.0  # of late
         self._used: deque[int] = deque(maxlen=RECENT)
+        self._changed: Callable[[], None] = lambda: None
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called whenever the limit may have moved."""
+        self._changed = callback
 
     def restore(self, limit: float) -> None:
         """Of a resumed run, whose S and B may have changed."""
@@ -272,3 +286,4 @@ class AdaptiveAdmission:
             spare = limit - max(self._used) - self._batch_size
             limit -= max(0.0, spare) / 2 + self._batch_size * self._target / 2
         self.limit = min(max(limit, float(self._batch_size)), self.most)
+        self._changed()

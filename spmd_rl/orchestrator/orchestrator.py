@@ -234,12 +234,15 @@ class Orchestrator:
             self._tasks.restore(words["tasks"])
             self._difficulty.restore(words.get("difficulty", ()))
         self._data_from = self._first_version if data_anew else words["data_from"]
-        for group in state.groups:  # as the settings of now have it: equal to the bit where they have not changed
-            group.advantages = self.sink.advantages_of(group.rollouts)
-        for batch in state.batches:
-            batch.advantages = self.sink.batch_advantages_of(batch.rollouts)
         self.path.restore(state)
         self._restored_version = self._first_version
+        if self.sink.num_taken_apart:
+            self._report.say(
+                f"rollout.batch_size = {self._config.rollout.batch_size}, max_age = {self._config.staleness.max_age}: "
+                f"{self.sink.num_taken_apart} formed batches of the checkpoint are taken apart and formed anew"
+            )
+        if self.sink.transition:
+            self._report.say(f"age bound: {self.sink.transition}")
         if self._adaptive is not None:
             self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))
         self.ledger.close_tokens()
@@ -512,7 +515,7 @@ class Orchestrator:
             "admission/per_step": self._admitted_until[version] - self._admitted_until.pop(version - 1),
             "admission/bound": (staleness.max_staleness + 1) * batch_size,
             "age/max_staleness": staleness.max_staleness,
-            "age/bound": self._config.age_bound.age,
+            "age/bound": self.sink.age_bound_at(version - 1),
             "queue/in_flight": self.dispatcher.in_flight,
             "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
             **self._report.engines.rates("step"),

@@ -18,7 +18,9 @@ Knows nothing of batches, ages or the gate.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -44,6 +46,13 @@ class Order(Protocol):
 
     def preference(self) -> list[Group]:
         """All finished groups, ready or not, in order."""
+
+    def most_before(self, line: Sequence[int], size: int, next_ticket: int) -> list[int] | None:
+        """Slots that may be trained before each of these waiting groups at most, those of groups to come included.
+
+        `line` holds first tickets of groups of `size`, ascending; groups to come have tickets from `next_ticket` on.
+        None: nothing limits them.
+        """
 
 
 class Completion:
@@ -73,6 +82,9 @@ class Completion:
         return list(self._groups.values())
 
     preference = ready
+
+    def most_before(self, line: Sequence[int], size: int, next_ticket: int) -> list[int] | None:
+        return None
 
 
 class Oldest:
@@ -108,6 +120,9 @@ class Oldest:
         return [group for _, _, group in sorted((o, t, g) for t, (o, g) in self._groups.items())]
 
     preference = ready
+
+    def most_before(self, line: Sequence[int], size: int, next_ticket: int) -> list[int] | None:
+        return None
 
 
 class Admission:
@@ -154,6 +169,16 @@ class Admission:
     def preference(self) -> list[Group]:
         finished = self._ready | self._early
         return [finished[ticket] for ticket in sorted(finished)]
+
+    def most_before(self, line: Sequence[int], size: int, next_ticket: int) -> list[int] | None:
+        """All lower tickets, and the groups that lie in the window while the group itself is the lowest open one."""
+        most = []
+        for place, first in enumerate(line):
+            past = first + self._window - size  # first tickets up to it may overtake
+            waiting = bisect_left(line, past + 1, lo=place + 1) - place - 1
+            coming = max(0, past - next_ticket + size) // size
+            most.append((place + waiting + coming) * size)
+        return most
 
     def _move(self) -> None:
         """Make ready what may be taken, which moves h, which may make more ready."""

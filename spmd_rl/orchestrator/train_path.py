@@ -166,23 +166,26 @@ class TrainPath:
         )
 
     def restore(self, state: PathState) -> None:
-        """Into fresh parts, with the policy at the version resumed, before the dispatcher runs."""
+        """Into fresh parts, with the policy at the version resumed, before the dispatcher runs.
+
+        The gate counts as if every batch so far had been of the B of now: its formula looks at differences alone.
+        """
         if state.version != self._policy.version:
             raise RuntimeError(f"state of version {state.version} restored at version {self._policy.version}")
-        size = self._gate.batch_size
-        if any(len(batch.rollouts) != size for batch in state.batches):
-            raise ValueError(
-                f"batch_size = {size}, but the checkpoint holds formed batches of "
-                f"{len(state.batches[0].rollouts)}: resume with that batch_size"
-            )
         unfinished = self._dispatcher.restore(
             next_ticket=state.next_ticket, next_group=state.next_group, unfinished=state.unfinished
         )
-        self._sink.restore(index=state.version, groups=state.groups, batches=state.batches, unfinished=unfinished)
-        finished = sum(len(group.rollouts) for group in state.groups) + len(state.batches) * size
+        self._sink.restore(
+            index=state.version,
+            next_ticket=state.next_ticket,
+            groups=state.groups,
+            batches=state.batches,
+            unfinished=unfinished,
+        )
+        finished = sum(len(holder.rollouts) for holder in (*state.groups, *state.batches))
         running = sum(work.size for work in unfinished)
         self._ledger.restore(state.ledger)
-        self._gate.restore(accepted=state.version * size + finished, running=running)
+        self._gate.restore(accepted=state.version * self._gate.batch_size + finished, running=running)
         self._expire(state.version)
         self.assert_closed()
 

@@ -10,9 +10,9 @@ With a cap M enforced by waiting, batch n is formed only if afterwards, for ever
 With a cap enforced by dropping, `expire(n)` gives up what batch n could not take any more.
 
 Promises: every trained token is at most `bound.age` versions old, asserted at consumption with all numbers; B slots
-given up in a row count as an empty batch; after too many of those `still_teaches` says no.  A resumed run whose
-settings were tightened may hold groups that no order could bring under its bound: those are trained, as early as the
-order has them, whatever their age; so are batches that were formed before.
+given up in a row count as an empty batch; after too many of those `still_teaches` says no.  A resumed run may find more,
+or older, than its settings admit: the last batch that may train each such group is computed (`restore`), said
+(`transition`) and asserted.
 Knows nothing of queues, engines, weights or the gate: whoever calls it tells the gate.
 """
 
@@ -81,8 +81,9 @@ class TrainSink:
         self._next_index: int | None = None
         self._due: Counter[int] = Counter()  # unconsumed slots by deadline; kept where the cap waits
         self._due_finished: Counter[int] = Counter()  # those of them that are finished
-        self._own_from = 0  # tickets below it were restored, too many or too old for this bound
-        self._caught_up = 0  # by this batch they fit
+        self._last_batch: dict[int, int] = {}  # by first ticket, of restored groups that may be over the bound of now
+        self._old_age, self._old_until = 0, -1  # the most that any of them may be, and the last batch that may hold one
+        self.num_taken_apart = 0  # batches of a resumed run
         self._aborted: set[int] = set()  # first tickets of running groups that `expire` gave up
         self._solved_at = solved_at
         self._barren = _Barren()
@@ -199,7 +200,7 @@ class TrainSink:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             advantages = np.concatenate([group.advantages for group in groups])
             batch = Batch(index=index, rollouts=rollouts, advantages=self._of_batch(rollouts, advantages))
-            self._assert_consumable(batch)
+        self._assert_consumable(batch)
         self._next_index = index + 1
         return batch
 
@@ -238,14 +239,36 @@ class TrainSink:
         self,
         *,
         index: int,  # of the next batch = the version resumed
-        groups: Sequence[Group],  # kept before, with their advantages, in order of completion
+        next_ticket: int,  # of groups to come
+        groups: Sequence[Group],  # kept before, in order of completion
         batches: Sequence[Batch],  # formed before and untrained: index, index + 1, …
         unfinished: Sequence[GroupWork],  # as the dispatcher will submit them again
     ) -> None:
-        """Into a fresh sink.  Nothing is judged again, and ages count on."""
-        self._recorded.extend(sorted(batches, key=lambda batch: batch.index))
+        """Into a fresh sink.  Nothing is judged again, and ages count on.
+
+        Advantages are as the settings of now have them: equal to the bit where they have not changed.
+        Formed batches are trained as they are, unless they are of another size or hold what the cap drops: then they
+        are taken apart into their groups.
+        """
+        batches = sorted(batches, key=lambda batch: batch.index)
+        if not all(self._as_it_is(batch) for batch in batches):
+            groups = [group for batch in batches for group in _groups(batch)] + list(groups)
+            self.num_taken_apart, batches = len(batches), []
+        self._recorded.extend(batches)
         self._next_index = index
-        self._allow_for(index + len(batches), groups, unfinished)
+        oldest = {group.first_ticket: _oldest(group) for group in groups}
+        oldest |= {work.first_ticket: work.version for work in unfinished}
+        last_batch = self._last_batches(index + len(batches), oldest, next_ticket)
+        for batch in batches:
+            batch.advantages = self.batch_advantages_of(batch.rollouts)
+            formed = {group.first_ticket: _oldest(group) for group in _groups(batch)}
+            oldest |= formed
+            last_batch |= dict.fromkeys(formed, batch.index)
+        most = self.bound.age
+        if most is not None:
+            self._last_batch = {t: batch for t, batch in last_batch.items() if batch > oldest[t] + most}
+            self._old_age = max((batch - oldest[t] for t, batch in self._last_batch.items()), default=most)
+            self._old_until = max(self._last_batch.values(), default=-1)
         works = {work.first_ticket: work for work in unfinished}
         for first_ticket in sorted([*works, *(group.first_ticket for group in groups)]):
             if first_ticket in works:
@@ -255,22 +278,49 @@ class TrainSink:
         for group in groups:
             if len(group.rollouts) != self.group_size:
                 raise RuntimeError(f"restored group of {len(group.rollouts)}, group_size = {self.group_size}")
+            group.advantages = self.advantages_of(group.rollouts)
             self._keep(group, _oldest(group))
 
-    def _allow_for(self, index: int, groups: Sequence[Group], unfinished: Sequence[GroupWork]) -> None:
-        """Where what is restored cannot all be trained within the bound, though taken in the best order: let it be."""
-        versions = {group.first_ticket: _oldest(group) for group in groups}
-        versions |= {work.first_ticket: work.version for work in unfinished}
-        line = sorted(versions.values()) if self._wait else [versions[ticket] for ticket in sorted(versions)]
-        most, per_batch = self.bound.age, self.batch_size // self.group_size
-        if most is None or self._drop or all(index + i // per_batch - v <= most for i, v in enumerate(line)):
-            return
-        self._own_from = max(versions) + self.group_size
-        self._caught_up = index + (len(line) - 1) // per_batch
+    def age_bound_at(self, index: int) -> int | None:
+        """What is asserted of batch `index`: above `bound.age` while a resumed run trains what it could not admit."""
+        return self._old_age if index <= self._old_until else self.bound.age
+
+    @property
+    def transition(self) -> str:
+        """What a resumed run says of what it found, "" where the bound of now holds for all of it."""
+        if not self._last_batch:
+            return ""
+        return (
+            f"age ≤ {self._old_age} up to batch {self._old_until} for {len(self._last_batch) * self.group_size} "
+            "rollouts of the checkpoint, which holds more than the settings of now admit; for all that is admitted "
+            f"from now on {self.bound.line}"
+        )
+
+    def _as_it_is(self, batch: Batch) -> bool:
+        if len(batch.rollouts) != self.batch_size:
+            return False
+        return not self._drop or all(_oldest(group) + self.bound.cap >= batch.index for group in _groups(batch))
+
+    def _last_batches(self, index: int, oldest: Mapping[int, int], next_ticket: int) -> dict[int, int]:
+        """By first ticket: which batch trains each of these waiting groups at the latest, `index` being the next.
+
+        Where the cap waits, oldest first; a group that is within the cap in that order keeps it.  Else by the order;
+        at S = 0 groups to come join them only in the last of their batches.
+        """
+        if self._wait:
+            line = sorted(oldest, key=lambda first_ticket: (oldest[first_ticket], first_ticket))
+            return {ticket: index + place * self.group_size // self.batch_size for place, ticket in enumerate(line)}
+        line = sorted(oldest)
+        before = self._order.most_before(line, self.group_size, next_ticket)
+        if self.bound.next_batch_only:
+            others = (len(line) - 1) * self.group_size
+            before = [min(others, most) for most in before or [others] * len(line)]
+        latest = {} if before is None else {t: index + b // self.batch_size for t, b in zip(line, before, strict=True)}
+        return {t: min(batch, oldest[t] + self.bound.cap) for t, batch in latest.items()} if self._drop else latest
 
     def _deadline(self, first_ticket: int, oldest: int) -> int:
         """The batch that may take a group last, where the cap waits."""
-        return max(oldest + self.bound.cap, self._caught_up if first_ticket < self._own_from else 0)
+        return max(oldest + self.bound.cap, self._last_batch.get(first_ticket, 0))
 
     def _judge(self, group: Group, usable: np.ndarray, oldest: int) -> str:
         late = self._drop and self._next_index is not None and oldest + self.bound.cap < self._next_index
@@ -351,13 +401,34 @@ class TrainSink:
             if head == NO_VERSION or rollout.failed:
                 continue
             age = batch.index - head
-            if age < 0 or (most is not None and age > most and rollout.ticket >= self._own_from):
+            late = most is not None and age > most and batch.index > self._last_batch.get(_first_ticket(rollout), -1)
+            if age < 0 or late:
                 raise RuntimeError(
                     f"batch {batch.index} would train rollout {rollout.ticket} at age {age}, bound: {self.bound.line}; "
                     f"head {head}, tail {rollout.tail}, admitted at version {rollout.admission_version}, finished at "
                     f"{rollout.finished_version}, group {rollout.group_id}, B {self.batch_size}, G {self.group_size}, "
                     f"slots waiting {self.num_waiting}, groups running {len(self._running)}"
                 )
+
+
+def _first_ticket(rollout: Rollout) -> int:
+    return rollout.ticket - rollout.sample
+
+
+def _groups(batch: Batch) -> list[Group]:
+    """The groups that a batch was formed of, in order of tickets."""
+    members: dict[int, list[Rollout]] = {}
+    for rollout in batch.rollouts:
+        members.setdefault(_first_ticket(rollout), []).append(rollout)
+    return [
+        Group(
+            group_id=rollouts[0].group_id,
+            first_ticket=first_ticket,
+            admission_version=rollouts[0].admission_version,
+            rollouts=rollouts,
+        )
+        for first_ticket, rollouts in members.items()
+    ]
 
 
 def _oldest(group: Group) -> int:

@@ -49,7 +49,7 @@ def config(tmp_path_factory):
 
 
 def rollout(ticket: int) -> Rollout:
-    made = Rollout(env="e", task_id="t", ticket=ticket, finish_reason="stop")
+    made = Rollout(env="e", task_id="t", group_id=ticket // 2, sample=ticket % 2, ticket=ticket, finish_reason="stop")
     made.append(np.arange(3), np.zeros(3), np.full(3, 1))
     return made
 
@@ -195,7 +195,6 @@ def test_what_will_be_made_again_is_moved_aside(run_dir, version, left):
     ("tree", "message"),
     [
         ({"rollout": {"batch_size": 4, "group_size": 4}}, r"holds a group of 2 rollouts, rollout.group_size = 4"),
-        ({"rollout": {"batch_size": 8, "group_size": 2}}, r"holds a batch of 4 rollouts, rollout.batch_size = 8"),
         (
             {"data": {"restart_at": 1}},
             "data.restart_at = 1, but the run goes on from version 2 with data",

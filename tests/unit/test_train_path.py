@@ -37,6 +37,7 @@ class Run:
         cursor=0,
         seed=0,
         clock=time.monotonic,
+        batch_size=B,
     ):
         coin = random.Random(f"{seed} {version}")
         stream = fakes.tasks(num_tasks)
@@ -46,7 +47,7 @@ class Run:
             gate="admission",
             order=order,
             max_staleness=max_staleness,
-            batch_size=B,
+            batch_size=batch_size,
             group_size=G,
             max_age=max_age,
             over_age=over_age,
@@ -55,7 +56,7 @@ class Run:
         self.gate = Gate(
             self.policy,
             max_staleness=max_staleness,
-            batch_size=B,
+            batch_size=batch_size,
             max_concurrent=max_concurrent,
             defer=lambda wake: asyncio.get_running_loop().call_when_settled(wake),
         )
@@ -69,7 +70,7 @@ class Run:
             group_size=G,
         )
         self.sink = TrainSink(
-            batch_size=B,
+            batch_size=batch_size,
             group_size=G,
             advantages=lambda rewards, usable: rewards.astype(np.float32) + 1,
             order=make_order(order),
@@ -204,7 +205,7 @@ def test_a_run_goes_on_under_a_lower_staleness_that_holds_for_all_that_it_admits
         lower = {"max_staleness": low, "max_concurrent": 8, "order": order, "max_age": max_age, "over_age": over_age}
         run = Run(version=40, cursor=cursor, **lower)
         run.path.restore(state)
-        assert run.gate.capacity() < 0
+        assert run.gate.capacity() < G  # nothing is admitted yet
         await run.until(60)
         return run
 
@@ -228,16 +229,29 @@ def test_a_resume_with_the_counter_at_zero_is_refused():
     run_virtual(main())
 
 
-def test_a_resume_under_another_batch_size_says_what_to_do():
-    async def main():
+@pytest.mark.parametrize("size", [4, 16, 24])
+def test_a_run_goes_on_under_another_batch_size(size):
+    """Formed batches are taken apart into their groups, in ticket order; counters are those of the size of now."""
+
+    async def first() -> tuple[PathState, int, list[int]]:
         run = Run()
         state = await run.until(5)
-        resumed = Run(version=5)
-        resumed.gate.batch_size = 4
-        with pytest.raises(ValueError, match="batch_size = 4, but the checkpoint holds formed batches of 8"):
-            resumed.path.restore(state)
+        return state, run.dispatcher.next_group, [r.ticket for r in run.trained]
 
-    run_virtual(main())
+    async def second(state: PathState, cursor: int) -> Run:
+        run = Run(version=5, cursor=cursor, batch_size=size)
+        run.path.restore(state)
+        held = sum(len(holder.rollouts) for holder in (*state.groups, *state.batches))
+        assert (run.gate.waiting, run.gate.consumed, run.sink.num_waiting) == (held, 5 * size, held)
+        await run.until(12)
+        return run
+
+    state, cursor, before = run_virtual(first())
+    assert [len(batch.rollouts) for batch in state.batches] == [B]
+    run = run_virtual(second(state, cursor))
+    assert before + [r.ticket for r in run.trained] == list(range(5 * B + 7 * size))
+    assert run.ledger.rollouts["trained"] == 5 * B + 7 * size
+    assert max(run.ages) <= S + (size < B)  # what was admitted for larger batches is trained by smaller ones
 
 
 def test_dropped_groups_are_cancelled_counted_and_replaced():

@@ -254,7 +254,7 @@ def test_a_restored_sink_goes_on_as_the_old_one_would_have(order):
     first = straight.next_batch(0)
     groups, _ = straight.snapshot()
     resumed = make(order=order, window=4, max_age=3)
-    resumed.restore(index=0, groups=groups, batches=[first], unfinished=unfinished)
+    resumed.restore(index=0, next_ticket=12, groups=groups, batches=[first], unfinished=unfinished)
     assert resumed.num_waiting == 10
     again = resumed.next_batch(0)
     assert [r.ticket for r in again.rollouts] == [r.ticket for r in first.rollouts]
