@@ -7,8 +7,8 @@ Admission gate: right after an admission at version v at most (S+v+1)·B slots w
 has at most (S+v+1)·B - G slots before it.  In ticket order with look-ahead w at most w - G later ones overtake it (they
 lie in the window that its first ticket holds back).  Its position is at most (S+v+1)·B - G + max(0, w-G), whose batch
 is S + v + ceil(max(0, w-G) / B).  In other orders nothing limits how many overtake it.  At S = 0 the bound is 0 in any
-order: no slot is admitted for a later batch before this one is consumed.  Both hold for what is admitted after a resume,
-whatever that found: the premise is asserted at each admission.  What a resume finds has bounds of its own, see
+order: no slot is admitted for a later batch before this one is consumed.  Both hold for what is admitted after a
+resume, whatever that found: the premise is asserted at each admission.  What a resume finds has bounds of its own, see
 `TrainSink.restore` and docs/staleness.md.
 
 Ship gate: at most S+1 batches are shipped and untrained, one is parked, Q + C slots wait or run; so the position,

@@ -286,6 +286,14 @@ def warnings(config: Config, environ: Mapping[str, str] = os.environ) -> list[st
             f"the others wait in the engine and age; raise it to {-(-reach // engines)}, or lower "
             "staleness.max_concurrent, unless episodes mostly wait for tools"
         )
+    staleness, ahead = config.staleness, config.staleness.max_staleness + 2
+    if staleness.gate == "ship" and 0 <= staleness.max_age < ahead:
+        lower = f", or lower max_staleness to {staleness.max_age - 2}" if staleness.max_age >= 2 else ""
+        lines.append(
+            f"staleness.gate = 'ship' with max_age = {staleness.max_age}: the gate admits only what can still be "
+            f"trained, (max_age + 1)·B = {(staleness.max_age + 1) * config.rollout.batch_size} rollouts, so the "
+            f"max_staleness + 2 = {ahead} batches ahead are never reached; raise max_age to {ahead}{lower}"
+        )
     bound, cap = config.age_bound, config.staleness.max_age
     if bound.age is not None and cap > bound.age:
         lines.append(f"staleness.max_age = {cap} does nothing, for {bound} holds without it: leave it out")

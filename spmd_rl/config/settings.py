@@ -251,6 +251,11 @@ class Trainer:
     max_empty_batches: int = 3
     """batches' worth of groups in a row without anything trainable, after which the run stops with an error"""
 
+    @property
+    def steps_per_batch(self) -> int:
+        """num_minibatches · num_epochs, optimizer steps from one version to the next."""
+        return self.num_minibatches * self.num_epochs
+
 
 @SETTINGS
 class Lora:

@@ -80,6 +80,7 @@ class Report:
     ) -> None:
         self.say = say
         self.ages = AgeStats()
+        self._optimizer_steps = 0  # of the oldest token, see docs/metrics.md
         self.version = 0
         self._steps, self._knobs, self._slots, self._bound = steps, knobs, slots, bound
         self.engines = EngineFigures(clock=clock)
@@ -141,7 +142,8 @@ class Report:
         self._count(version, values)
         recent = self._step_times
         left_s = (recent[-1] - recent[0]) / max(1, len(recent) - 1) * (self._steps - version)
-        bound = "" if self._bound.age is None else f" (bound {self._bound.age})"
+        in_force = values.get("age/bound", self._bound.age)
+        bound = "" if in_force is None else f" (bound {in_force})"
         self.say(
             f"step {version:>{len(str(self._steps))}}/{self._steps}  reward {_number(values['reward'])}  "
             f"age mean {values['age/rollout_mean']:.2f} max {values['age/rollout_max']:.0f}{bound}  "
@@ -234,6 +236,7 @@ class Report:
             "age_mean": ages["rollout_mean"],
             "age_p99": ages["rollout_p99"],
             "age_max": ages["rollout_max"],
+            "age_optimizer_steps_max": self._optimizer_steps,
             "age": ages,
             "age_bound": self._bound.age,
             "age_bound_line": self._bound.line,
@@ -276,7 +279,8 @@ class Report:
             ),
             "age mean / p99 / max": (
                 f"{summary['age_mean']:.2f} / {summary['age_p99']} / {summary['age_max']}   (S = "
-                f"{summary['max_staleness']}, bound {bound})"
+                f"{summary['max_staleness']}, bound {bound}; {summary['age_optimizer_steps_max']} optimizer "
+                "steps at most)"
             ),
             "idle trainer / engine": f"{_share(summary['trainer_idle'])} / {_share(summary['engine_idle'])}",
             **_shares_of_engines(summary["engines"]),
@@ -309,6 +313,7 @@ class Report:
         """A step, of this process or of one before."""
         self.version = version
         self.ages.merge(AgeStats.from_record(values))
+        self._optimizer_steps = max(self._optimizer_steps, values.get("age/optimizer_steps_max", 0))
         self._first_rewards += [values["reward"]] * (self._num_steps < ENDS)
         self._last_rewards.append(values["reward"])
         self._num_steps += 1

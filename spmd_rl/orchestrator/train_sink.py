@@ -10,8 +10,8 @@ With a cap M enforced by waiting, batch n is formed only if afterwards, for ever
 With a cap enforced by dropping, `expire(n)` gives up what batch n could not take any more.
 
 Promises: every trained token is at most `bound.age` versions old, asserted at consumption with all numbers; B slots
-given up in a row count as an empty batch; after too many of those `still_teaches` says no.  A resumed run may find more,
-or older, than its settings admit: the last batch that may train each such group is computed (`restore`), said
+given up in a row count as an empty batch; after too many of those `still_teaches` says no.  A resumed run may find
+more, or older, than its settings admit: the last batch that may train each such group is computed (`restore`), said
 (`transition`) and asserted.
 Knows nothing of queues, engines, weights or the gate: whoever calls it tells the gate.
 """

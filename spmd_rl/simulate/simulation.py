@@ -140,6 +140,7 @@ class _Simulation:
             max_concurrent=s.max_concurrent,
             mode=s.gate,
             queue_size=s.queue_size,
+            max_age=s.max_age,
             adaptive=self.adaptive,
             defer=lambda wake: self.loop.call_when_settled(wake),
         )

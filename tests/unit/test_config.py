@@ -211,6 +211,11 @@ def test_what_binds_is_said_at_the_start(tmp_path: Path, settings: list[str], li
         ),
         ("staleness.max_age=8", ["max_age = 8 does nothing, for age ≤ 2 = S holds without it"]),
         ("staleness.max_age=2", []),
+        (
+            "staleness.max_age=2 staleness.over_age=drop staleness.gate=ship",
+            [r"gate = 'ship' with max_age = 2: .*\(max_age \+ 1\)·B = 192 .* raise max_age to 4, or lower .* to 0"],
+        ),
+        ("staleness.max_age=4 staleness.over_age=drop staleness.gate=ship", []),
         ("staleness.max_age=8 staleness.order=completion", []),
         ("trainer.loss=gspo", ["'gspo' with clip_low = 0.2, clip_high = 0.28: "]),
         ("trainer.loss=gspo trainer.clip_low=3e-4 trainer.clip_high=4e-4", []),

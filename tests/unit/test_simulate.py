@@ -149,6 +149,14 @@ def test_the_bound_of_the_ship_gate_is_true(law, seed, groups, trainer_seconds, 
     assert result.age_max <= result.age_bound
 
 
+@pytest.mark.parametrize("law", ["fixed:0", "fixed:3"])
+@pytest.mark.parametrize("trainer_seconds", [0.0, 1.0, 8.0])
+def test_the_ship_gate_samples_nothing_that_a_cap_must_drop(law, trainer_seconds):
+    settings = {"gate": "ship", "max_staleness": 3, "max_age": 3, "over_age": "drop", "queue_size": 8}
+    result = run(law, order="completion", trainer_seconds=trainer_seconds, **settings)
+    assert (result.steps, result.dropped) == (120, 0.0) and result.age_max <= 3
+
+
 def test_the_ship_gate_parks_batches_and_reaches_its_bound():
     result = run("fixed:3", gate="ship", queue_size=8, steps=100)
     assert result.age_max == result.age_bound == 12
