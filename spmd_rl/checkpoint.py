@@ -14,19 +14,22 @@ from __future__ import annotations
 import io
 import json
 import mmap
+import os
 import pickle
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -48,6 +51,7 @@ _TABLE = (
 _WORDS = {(Metadata.__module__, name) for name in (*_TABLE, "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")}
 _WORDS |= {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
 _WORDS |= {("torch", "Size"), ("torch.serialization", "_get_layout"), (_StorageInfo.__module__, "_StorageInfo")}
+PIECE_BYTES = 1 << 26  # written between two syncs
 BLOCK_BYTES = 1 << 24  # read at a time, into memory that malloc never sees: it would keep some of it for each thread
 
 
@@ -60,7 +64,7 @@ def save_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessG
     Until then the group belongs to this save.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return dcp.async_save(dict(state), checkpoint_id=folder, process_group=group)
+    return dcp.async_save(dict(state), storage_writer=_Writer(folder), process_group=group)
 
 
 def load_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -70,12 +74,45 @@ def load_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessG
         dcp.load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
 
 
-def sums(folder: Path, index: int) -> dict[str, list[int]]:
+def sums(folder: Path, index: int, *, read: Callable[[], None] = lambda: None) -> dict[str, list[int]]:
     """Size and CRC-32 by name of what the trainer rank at `index` in its group has written: read where it was written.
 
     Example: {"__0_0.distcp": [4429746, 3018364512]}
     """
-    return {path.name: [path.stat().st_size, crc] for path, crc in _sums(sorted(folder.glob(f"__{index}_*")))}
+    return {path.name: [path.stat().st_size, crc] for path, crc in _sums(sorted(folder.glob(f"__{index}_*")), read)}
+
+
+class _Writer(dcp.FileSystemWriter):
+    """What is written reaches the disk piece by piece, so that its pace can be seen: not all of it at the last sync."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _Files()
+
+
+class _Files(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _Synced(io.FileIO(path, mode)) as stream:
+            yield stream
+
+
+class _Synced(io.BufferedWriter):
+    _unsynced = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        with memoryview(data).cast("B") as whole:
+            for start in range(0, len(whole), PIECE_BYTES):
+                self._unsynced += super().write(whole[start : start + PIECE_BYTES])
+                if self._unsynced >= PIECE_BYTES:
+                    self.flush()
+                    os.fdatasync(self.fileno())
+                    self._unsynced = 0
+            return len(whole)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -243,15 +280,17 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _sums(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+def _sums(paths: Sequence[Path], read: Callable[[], None] = lambda: None) -> Iterator[tuple[Path, int]]:
+    """`read` is called for every block."""
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        yield from zip(paths, pool.map(_crc, paths), strict=True)
+        yield from zip(paths, pool.map(partial(_crc, read=read), paths), strict=True)
 
 
-def _crc(path: Path) -> int:
+def _crc(path: Path, *, read: Callable[[], None]) -> int:
     crc = 0
     with open(path, "rb", buffering=0) as file, mmap.mmap(-1, BLOCK_BYTES) as block:
         while num_bytes := file.readinto(block):
             with memoryview(block)[:num_bytes] as part:
                 crc = zlib.crc32(part, crc)
+            read()
     return crc

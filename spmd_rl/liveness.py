@@ -29,13 +29,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import Store
 
+from spmd_rl.disk_watch import DiskWatch
 from spmd_rl.loop_watch import LoopWatch
 
 MAIN = "main"
@@ -83,6 +85,7 @@ class Judge:
     def __init__(self, *, roles: Sequence[str], heartbeat_timeout_s: float, stall_timeout_s: float, now: float) -> None:
         self._roles = roles
         self._heartbeat_timeout_s, self._stall_timeout_s = heartbeat_timeout_s, stall_timeout_s
+        self._setting = f"; run.stall_timeout_s = {stall_timeout_s:g}"
         self._marks: dict[int, Mark] = {}
         self._seen = dict.fromkeys(range(len(roles)), now)  # when the mark last changed
 
@@ -106,10 +109,10 @@ class Judge:
         stuck = [entry for entry in known if entry[0] > self._stall_timeout_s and not is_waiting(entry[2])]
         if stuck:
             since_s, rank, what = max(stuck)
-            return rank, f"stuck at '{what}' for {since_s:.0f} s; {self._describe(here)}"
+            return rank, f"stuck at '{what}' for {since_s:.0f} s; {self._describe(here)}{self._setting}"
         everybody = all(rank in self._marks for rank in here)
         if everybody and known and min(known)[0] > self._stall_timeout_s:
-            return max(known)[1], f"everybody waits; {self._describe(here)}"
+            return max(known)[1], f"everybody waits; {self._describe(here)}{self._setting}"
         return None
 
     def _describe(self, ranks: Sequence[int]) -> str:
@@ -161,6 +164,8 @@ class Liveness:
                 now=time.monotonic(),
             )
         self.known: Callable[[], dict[str, object]] = dict  # what this rank can say of the run, for `on_failure`
+        self._disk = DiskWatch()
+        self._lock = threading.Lock()  # of whoever changes what is being done
         self._doing = {MAIN: ("starting", time.monotonic())}
         self._loop_watch: LoopWatch | None = None
         self._beat = 0
@@ -178,12 +183,35 @@ class Liveness:
         self._thread.start()
         threading.Thread(target=self._guard, name="liveness guard", daemon=True).start()
 
-    def progress(self, doing: str, *, thread: str = MAIN) -> None:
+    def progress(self, doing: str, *, thread: str = MAIN, writes: Path | None = None) -> None:
         """A thread of this rank has begun something new.
 
         Being at it for `stall_timeout_s` is a failure; if the text begins with "waiting", only once everybody waits.
+        `writes`: the file or folder that is written meanwhile, by whichever rank; as long as it grows nobody is stuck.
         """
-        self._doing = {**self._doing, thread: (doing, time.monotonic())}
+        if writes is None:
+            self._disk.end(thread)
+        else:
+            self._disk.begin(thread, writes)
+            doing = f"{doing}, no byte more in {writes}"
+        with self._lock:
+            self._doing = {**self._doing, thread: (doing, time.monotonic())}
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Within the block this thread writes a file or folder at `path`, beside what its rank does otherwise."""
+        name = f"writer {threading.get_ident()}"
+        self.progress("writing", thread=name, writes=path)
+        try:
+            yield
+        finally:
+            self._disk.end(name)
+            with self._lock:
+                self._doing = {thread: entry for thread, entry in self._doing.items() if thread != name}
+
+    def reads_back(self, *, thread: str = MAIN) -> None:
+        """A piece of what the thread has written was read again."""
+        self._disk.tick(thread)
 
     def watch(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """From here on the event loop, this thread's, is expected to turn; None: no more."""
@@ -284,7 +312,8 @@ class Liveness:
     def _write_mark(self, *, left: bool) -> None:
         now = time.monotonic()
         self._beat += 1
-        doing = {thread: (what, now - since) for thread, (what, since) in self._doing.items()}
+        moved = self._disk.moved
+        doing = {name: (what, max(0.0, now - max(since, moved(name)))) for name, (what, since) in self._doing.items()}
         if (watch := self._loop_watch) is not None and (held := watch.look()) is not None:
             doing["event loop"] = held
         mark = Mark(beat=self._beat, doing=doing, left=left)

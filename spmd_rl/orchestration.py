@@ -153,7 +153,8 @@ async def run_orchestrator(
         recorder=recorder,
         report=report,
         decode=tokenizer.decode,
-        complete_checkpoint=partial(_complete, run_dir, config, facts),
+        complete_checkpoint=partial(_complete, live, run_dir, config, facts),
+        writing=live.writing,
         recorded=lambda: keep("running"),
         version=version,
         exact=config.model.dtype != "bfloat16" and all(place.name == "cpu" for place in world.places),
@@ -304,6 +305,7 @@ def _layout(world: World, config: Config) -> str:
 
 
 def _complete(
+    live: Liveness,
     run_dir: RunDir,
     config: Config,
     facts: Mapping[str, object],
@@ -314,7 +316,8 @@ def _complete(
 ) -> Path:
     """In a worker thread: add rank 0's half to the trainers', and make the checkpoint exist."""
     words = {**words, "model": model_config(config), "facts": facts}
-    checkpoint.save_orchestrator(words, rollouts, checkpoint.aside(run_dir.checkpoints, version))
-    folder = checkpoint.complete(run_dir.checkpoints, version, files)
-    checkpoint.remove_old(run_dir.checkpoints, config.checkpoint.keep_last)
+    with live.writing(run_dir.checkpoints):
+        checkpoint.save_orchestrator(words, rollouts, checkpoint.aside(run_dir.checkpoints, version))
+        folder = checkpoint.complete(run_dir.checkpoints, version, files)
+        checkpoint.remove_old(run_dir.checkpoints, config.checkpoint.keep_last)
     return folder

@@ -58,7 +58,8 @@ class TrainerRank:
 
     def publish(self) -> float:
         """Send the weights of this version; the seconds that the trainer was held."""
-        self._live.progress(f"publishing weights {self.version}")
+        by_disk = self._config.weights.mode == "disk"
+        self._live.progress(f"publishing weights {self.version}", writes=self._run_dir.weights if by_disk else None)
         self._trainer.models.refresh()
         return self._sender.publish(self.version) if self._sender else 0.0
 
@@ -73,10 +74,11 @@ class TrainerRank:
     def finish(self, *, export: bool, save: bool) -> None:
         """The model as a Hugging Face folder, the last checkpoint; then the engines learn that this is the end."""
         if export:
-            self._live.progress("exporting the model")
+            self._live.progress("exporting the model", writes=self._run_dir.model)
             source = Path(self._config.model.path)
             self._trainer.export(self._run_dir.model, source)
             if self._config.lora.rank:
+                self._live.progress("exporting the adapter", writes=self._run_dir.adapter)
                 self._trainer.export_adapter(self._run_dir.adapter, source)
         if save:
             self._save(final=True)
@@ -121,22 +123,23 @@ class TrainerRank:
     def _save(self, *, final: bool) -> None:
         """Returns once the state is copied; rank 0 hears when it is on disk."""
         self._saved()
-        self._live.progress(f"saving version {self.version}")
         folder = checkpoint.aside(self._run_dir.checkpoints, self.version) / "trainer"
+        self._live.progress(f"saving version {self.version}", writes=folder)
         self._written.clear()
         saving = checkpoint.save_trainer(self._trainer.state_dict(), folder, self._world.ckpt)
         saving.add_done_callback(partial(self._tell_saved, {"version": self.version, "final": final}, folder))
 
     def _saved(self) -> None:
         """Wait for the newest checkpoint: there is one at a time."""
-        self._live.progress("writing a checkpoint")
+        self._live.progress("writing a checkpoint", writes=self._run_dir.checkpoints)
         self._written.wait()
 
     def _tell_saved(self, words: dict[str, int | bool], folder: Path, saving: Future[None]) -> None:
         """On the thread that wrote it; what is raised here nobody would hear of."""
         try:
             saving.result()
-            files = checkpoint.sums(folder, self._world.trainer_ranks.index(self._world.rank))
+            index = self._world.trainer_ranks.index(self._world.rank)
+            files = checkpoint.sums(folder, index, read=self._live.reads_back)
         except BaseException as error:
             self._live.failed(disk.blamed(error, self._run_dir.checkpoints))
             return

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import ChainMap
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -49,7 +49,7 @@ from spmd_rl.packing import Packed
 from spmd_rl.policy import Policy
 from spmd_rl.run_dir import RunDir, write_whole
 from spmd_rl.task_stream import TaskStream
-from spmd_rl.types import FailedAttempt, GroupWork, GuardError, Rollout, Task
+from spmd_rl.types import Batch, FailedAttempt, GroupWork, GuardError, Rollout, Task
 
 RECORDER = -1  # beside the trainers' ranks: a checkpoint is complete once its step is in the metrics
 COUNT_S = 2.0  # that a stopped run waits for the last count of its engines, which only its ledger needs
@@ -93,6 +93,7 @@ class Orchestrator:
         report: Report,
         decode: Callable[[np.ndarray], str],
         complete_checkpoint: Callable[[int, Mapping[str, object], list[Rollout], Files], Path],  # in a worker thread
+        writing: Callable[[Path], AbstractContextManager[None]] = nullcontext,  # while a thread writes there
         recorded: Callable[[], None] = lambda: None,  # called once a step is
         version: int = 0,  # that the trainers start with
         exact: bool = False,  # engines and trainers compute the same to rounding, see probe.py
@@ -101,7 +102,7 @@ class Orchestrator:
         rollout, staleness, trainer = config.rollout, config.staleness, config.trainer
         self._config, self._run_dir, self._tasks, self._links = config, run_dir, tasks, links
         self._difficulty, self.weights = difficulty, weights
-        self._on_recorded = recorded
+        self._on_recorded, self._writing = recorded, writing
         self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
         self._complete_checkpoint, self._exact = complete_checkpoint, exact
         self._first_version, self._last_version = version, config.run.steps
@@ -459,7 +460,7 @@ class Orchestrator:
             values["time/held_back_s"] = self.path.held_back_s
             values["admission/used"] = self.path.used_slots(index)
             self._values[index + 1] = values
-            packed = await asyncio.to_thread(batch_log.write, self._run_dir.batches, batch, self.sink.usable)
+            packed = await asyncio.to_thread(self._log, batch)
             if not self._probe and self._config.run.probe_every:
                 self._probe = make_probe(batch.rollouts)
                 self._links.probe(self._probe)
@@ -470,6 +471,11 @@ class Orchestrator:
             self._links.batch(index, packed, save)
             self._shipped.put_nowait(index + 1)
         self._shipped.put_nowait(None)
+
+    def _log(self, batch: Batch) -> Packed:
+        """In a worker thread."""
+        with self._writing(self._run_dir.batches):
+            return batch_log.write(self._run_dir.batches, batch, self.sink.usable)
 
     def _tasks_ended(self, index: int) -> None:
         """The run ends with the last full batch; groups that do not fill one are not trained on."""
@@ -612,7 +618,8 @@ class Orchestrator:
     def _write_evaluation(self, version: int, values: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
         """In a worker thread: many long texts take seconds."""
         content = {"version": version, **values, "rollouts": eval_texts(rollouts, self._decode)}
-        write_whole(self._run_dir.evaluation(version), json.dumps(content, indent=1))
+        with self._writing(self._run_dir.evaluation(version)):
+            write_whole(self._run_dir.evaluation(version), json.dumps(content, indent=1))
 
     async def _evaluate_alone(self) -> None:
         """While nothing is trained, once for a version.  Waits for it; being cancelled does not cut it."""

@@ -22,6 +22,7 @@ LAYERS = [
         "gguf",
         "model_files",
         "disk",
+        "disk_watch",
         "guard",
         "sandbox",
         "judged_program",
