@@ -13,6 +13,7 @@ import pytest
 from spmd_rl import checkpoint
 from tests.end_to_end.live_jobs import LiveJob, assert_whole, steps, summary
 from tests.end_to_end.test_failures import failing
+from tests.unit.test_run_ends import closed
 
 
 def test_a_signal_to_any_rank_stops_the_run_and_every_rank_says_so(tmp_path):
@@ -50,6 +51,46 @@ def test_a_stop_while_its_version_is_being_saved_keeps_that_checkpoint_whole(tmp
     with LiveJob(tmp_path, f"run.steps={end['version'] + 2}", "eval.every=-1") as job:
         assert job.wait() == 0, job.output
     assert_whole(tmp_path, num_steps=end["version"] + 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_to_torchrun_stops_the_run_in_good_order(tmp_path, number):
+    with LiveJob(tmp_path, "run.steps=1000", "eval.every=-1") as job:
+        job.wait_for(r"step +2/")
+        job.send(number)
+        assert job.wait() != 0
+        assert "run failed" not in job.output, job.output
+    end = summary(tmp_path)
+    assert (end["status"], end["saved_version"]) == ("stopped", end["version"])
+    closed(end["ledger"])
+
+
+@pytest.mark.full
+def test_a_second_signal_to_torchrun_leaves_a_summary_that_closes(tmp_path):
+    settings = ["run.steps=1000", "eval.every=-1", "run.shutdown_s=60", "staleness.order=completion"]
+    with LiveJob(tmp_path, *settings, *failing("wait", each=100)) as job:
+        job.wait_for(r"step +1/")
+        job.send(signal.SIGTERM)
+        job.wait_for("stopping on SIGTERM")
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(limit_s=4.0)
+        job.send(signal.SIGTERM)
+        job.wait()
+    end = summary(tmp_path)
+    assert end["status"] == "stopped" and "saved_version is lost" in end["error"]
+    closed(end["ledger"])
+
+
+@pytest.mark.full
+def test_a_killed_job_leaves_the_ledger_of_its_last_step(tmp_path):
+    with LiveJob(tmp_path, "run.steps=1000", "eval.every=-1") as job:
+        job.wait_for(r"step +3/")
+        job.send(signal.SIGKILL, rank=0)
+        job.wait()
+    end = summary(tmp_path)
+    assert end["status"] == "failed" and end["version"] >= 2
+    closed(end["ledger"])
 
 
 def test_a_run_whose_tasks_are_used_up_is_done(tmp_path):

@@ -1,8 +1,11 @@
 """What the first and the second signal do."""
 
 import os
+import pty
 import queue
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -74,3 +77,38 @@ def test_what_still_runs_after_the_window_is_ended():
     signals.ask(signal.SIGTERM)
     assert ends.get(timeout=LIMIT_S) == 1
     signals.close()
+
+
+PROGRAM = """
+import signal, sys, threading
+from spmd_rl.stop_signals import StopSignals
+signals = StopSignals(shutdown_s=60.0, end=lambda code: None)
+asked = threading.Event()
+signals.on_first(lambda number: asked.set())
+print("ready", flush=True)
+heard = asked.wait(float(sys.argv[1]))
+print("stopping", flush=True)  # nobody reads it, and it is no error
+open(sys.argv[2], "w").write(f"{heard} {signals.code}")
+"""
+
+
+def test_a_closed_terminal_asks_and_what_is_then_printed_is_no_error(tmp_path):
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-c", PROGRAM, str(LIMIT_S), str(tmp_path / "said")]
+    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    assert b"ready" in os.read(ours, 100)
+    os.close(ours)  # hangs up: writes fail from here on
+    os.kill(process.pid, signal.SIGHUP)
+    assert process.wait(LIMIT_S) == 0
+    assert (tmp_path / "said").read_text() == "True 129"
+
+
+def test_under_nohup_a_hangup_is_nothing(tmp_path):
+    program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {PROGRAM}".replace("; \n", "\n")
+    argv = [sys.executable, "-c", program, "0.2", str(tmp_path / "said")]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    os.kill(process.pid, signal.SIGHUP)
+    process.communicate(timeout=LIMIT_S)
+    assert (tmp_path / "said").read_text() == "False 0"
