@@ -1,12 +1,14 @@
 """A slow disk moves, a dead one does not, and who is stuck at it is named with the place."""
 
+import json
 import threading
 import time
 
 import pytest
+from torch.distributed import HashStore
 
 from spmd_rl.disk_watch import DiskWatch, _sizes
-from spmd_rl.liveness import Judge, Mark
+from spmd_rl.liveness import Judge, Liveness, Mark
 
 LIMIT_S = 30.0
 
@@ -64,3 +66,25 @@ def test_a_dead_disk_is_named_with_its_place_and_the_setting(tmp_path):
     rank, text = judge.verdict(marks | {1: Mark(beat=2, doing={"main": (saving, 61.0)})}, 2.0)
     assert rank == 1
     assert text.startswith(f"stuck at '{saving}' for 61 s; ") and text.endswith("; run.stall_timeout_s = 60")
+
+
+def test_a_rank_marks_what_it_writes_and_a_growing_file_is_progress(tmp_path):
+    store = HashStore()
+    live = Liveness(store=store, rank=0, roles=["inference"], on_failure=lambda failure: None, stall_timeout_s=600.0)
+    live.progress("saving version 5", writes=tmp_path / "step_5")
+
+    def doing() -> dict:
+        live._write_mark(left=False)
+        return json.loads(store.get("liveness/0"))["doing"]
+
+    with live.writing(tmp_path / "batches"):
+        what, since_s = doing()["main"]
+        assert what == f"saving version 5, no byte more in {tmp_path / 'step_5'}" and since_s >= 0.0
+        live._doing["main"] = (what, time.monotonic() - 1000.0)
+        assert doing()["main"][1] >= 1000.0
+        live.reads_back()
+        assert doing()["main"][1] < 500.0
+        assert len(doing()) == 2
+    assert list(doing()) == ["main"]
+    live.progress("waiting for a batch")
+    assert doing()["main"][0] == "waiting for a batch"
