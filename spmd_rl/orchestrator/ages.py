@@ -1,8 +1,9 @@
 """How old the data was when it was trained, per token and per rollout, exactly and in constant memory.
 
 Age = index of the batch - version.  Of a rollout it is that of its head, split into versions in flight (head until it
-reached the orchestrator) and in queue (from there to its batch).  Over loss-masked tokens of rollouts that did not
-fail.  Tokens and rollouts without a version (replayed, cached, external) are counted apart and enter no figure.
+reached the orchestrator) and in queue (from there to its batch).  Over usable rollouts and their loss-masked tokens,
+which are those that the trainer's loss is divided by, whatever their advantage.  Tokens and rollouts without a version
+(replayed, cached, external) are counted apart and enter no figure.
 
 Given: batches.  Promises: a maximum is a true maximum; statistics of parts add up with `merge`.
 Knows nothing of orders or bounds.
@@ -10,11 +11,11 @@ Knows nothing of orders or bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from spmd_rl.types import NO_VERSION, Batch
+from spmd_rl.types import NO_VERSION, Batch, Rollout
 
 HISTOGRAMS = ("rollouts", "tokens", "in_flight", "in_queue")
 
@@ -66,8 +67,8 @@ class AgeStats:
         self.unversioned_rollouts = 0
         self.unversioned_tokens = 0
 
-    def add(self, batch: Batch) -> None:
-        trained = [r for r in batch.rollouts if not r.failed and r.num_trainable]
+    def add(self, batch: Batch, usable: Callable[[Rollout], bool]) -> None:
+        trained = list(filter(usable, batch.rollouts))
         heads = np.array([r.head for r in trained], np.int64)
         live = heads != NO_VERSION
         finished = np.array([r.finished_version for r in trained], np.int64)

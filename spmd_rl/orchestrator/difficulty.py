@@ -44,12 +44,12 @@ class Difficulty:
         return random.Random(f"revisit {self._seed} {draw}").random() < self._revisit
 
     def summary(self) -> dict[str, float]:
-        """How many tasks are known, and which shares of them lie outside the bounds."""
+        """How many tasks are known, and which shares of them lie outside the bounds: none where these are off."""
         num = max(1, len(self._rates))
         return {
             "known": len(self._rates),
-            "solved": sum(rate > self._most or rate == 1.0 for rate in self._rates.values()) / num,
-            "hopeless": sum(rate < self._least or rate == 0.0 for rate in self._rates.values()) / num,
+            "solved": sum(rate > self._most for rate in self._rates.values()) / num,
+            "hopeless": sum(rate < self._least for rate in self._rates.values()) / num,
         }
 
     def state(self) -> list[tuple[str, str, float]]:

@@ -55,7 +55,8 @@ class Gate:
         self.running = 0  # admitted and not settled
         self.accepted = 0  # settled as trainable, since version 0
         self.consumed = 0  # taken into batches, since version 0
-        self.admitted_since_update = 0  # less what was given up; at most (S + 1)·B
+        self.given_up = 0  # slots that came back untrained, in this process
+        self.admitted_since_update = 0  # less what was given up meanwhile; at most `most_per_version`
         self.closed = False
         self._restored_running = self._restored = 0  # slots that a resumed run began with: running, and all
         self._abandoned = False
@@ -95,6 +96,16 @@ class Gate:
         """(S + version + 1)·B, slots accepted or running at most under the admission gate."""
         return (self.max_staleness + self._policy.version + 1) * self.batch_size
 
+    @property
+    def most_per_version(self) -> int:
+        """Slots admitted under one version at most, beside those given up under it.
+
+        (S + 1)·B; under the ship gate (S + 2)·B, which batches may take meanwhile, and Q + C.
+        """
+        if self._bounded:
+            return (self.max_staleness + 1) * self.batch_size
+        return (self.max_staleness + 2) * self.batch_size + self.queue_size + self.max_concurrent
+
     async def wait(self, num: int) -> bool:
         """Wait for room for `num` rollouts; False once closed.  Unblocked by any change that makes the room."""
         while not self.closed and self.capacity() < num:
@@ -131,17 +142,17 @@ class Gate:
         self.running += num
         self.admitted_since_update += num
         self._check()
-        most = (self.max_staleness + 1) * self.batch_size
-        if self._bounded and self.admitted_since_update > most:
+        if self.admitted_since_update > self.most_per_version:
             raise RuntimeError(
                 f"{self.admitted_since_update} rollouts admitted in the step of version {self._policy.version}, "
-                f"bound is (S + 1) * B = {most}: {self}"
+                f"at most {self.most_per_version} may be beside those given up: {self}"
             )
 
     def settle(self, *, accepted: int = 0, rejected: int = 0) -> None:
         """A whole group ended: its slots stay until they are consumed, or return now."""
         self.running -= accepted + rejected
         self.accepted += accepted
+        self.given_up += rejected
         self.admitted_since_update -= rejected
         self._check()
         self._wake()
@@ -149,6 +160,7 @@ class Gate:
     def give_back(self, num: int) -> None:
         """Accepted slots that were dropped before they were consumed."""
         self.accepted -= num
+        self.given_up += num
         self.admitted_since_update -= num
         self._check()
         self._wake()

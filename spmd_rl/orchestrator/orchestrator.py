@@ -37,7 +37,14 @@ from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
 from spmd_rl.orchestrator.metrics_loop import MetricsLoop
 from spmd_rl.orchestrator.order import make_order
 from spmd_rl.orchestrator.probe import compare_probe, make_probe
-from spmd_rl.orchestrator.report import Report, batch_metrics, eval_texts, eval_values, reward_metrics
+from spmd_rl.orchestrator.report import (
+    Report,
+    batch_metrics,
+    eval_texts,
+    eval_values,
+    reward_metrics,
+    trainer_metrics,
+)
 from spmd_rl.orchestrator.roll_call import RollCall
 from spmd_rl.orchestrator.ship_hold import ShipHold
 from spmd_rl.orchestrator.train_path import TrainPath
@@ -195,7 +202,7 @@ class Orchestrator:
         self._values: dict[int, dict[str, float]] = {}  # of the step that makes a version, until it is recorded
         self._last_shipped = version - 1
         self._shipped: asyncio.Queue[int | None] = asyncio.Queue()  # versions to come
-        self._admitted_until = {version: 0}  # rollouts admitted before a version was live
+        self._slots_until = {version: (0, 0)}  # admitted, and given up, before a version was live
         self.policy.on_change(self._version_changed)
         self._stepped_at = self._swapped_at = clock()  # the newest version: made, and live
         self._stop = asyncio.Event()
@@ -248,7 +255,7 @@ class Orchestrator:
         if self._adaptive is not None:
             self._adaptive.restore(words.get("admission_limit", self._adaptive.limit))
         self.ledger.close_tokens()
-        self._admitted_until = {self._first_version: self.ledger.admitted}
+        self._slots_until = {self._first_version: (self.ledger.admitted, self.gate.given_up)}
         self.weights.restore(words.get("weights"))
 
     def stop(self) -> None:
@@ -510,22 +517,22 @@ class Orchestrator:
         """At once, before anything else happens at the new version: what a checkpoint holds is the state of now."""
         version = self.policy.version
         self._swapped_at = self._clock()
-        self._admitted_until[version] = self.ledger.admitted
+        self._slots_until[version] = self.ledger.admitted, self.gate.given_up
         if version in self._save_at:
             words, rollouts = self._snapshot()
             self._write(self._checkpoint(version, words, rollouts))
 
     def _record_step(self, version: int) -> None:
         values = self._values.pop(version)
-        staleness, batch_size = self._config.staleness, self._config.rollout.batch_size
+        (admitted, given_up), before = self._slots_until[version], self._slots_until.pop(version - 1)
         values |= {
-            "admission/per_step": self._admitted_until[version] - self._admitted_until.pop(version - 1),
-            "admission/bound": (staleness.max_staleness + 1) * batch_size,
-            "age/max_staleness": staleness.max_staleness,
+            "admission/per_step": admitted - before[0],
+            "admission/given_up": given_up - before[1],
+            "admission/bound": self.gate.most_per_version,
+            "age/max_staleness": self._config.staleness.max_staleness,
             "age/bound": self.sink.age_bound_at(version - 1),
             "age/optimizer_steps_max": (values["age/token_max"] + 1) * self._config.trainer.steps_per_batch - 1,
             "queue/in_flight": self.dispatcher.in_flight,
-            "trainer/idle": values["trainer/wait_s"] / max(values["trainer/wait_s"] + values["trainer/step_s"], 1e-9),
             **self._report.engines.rates("step"),
             "data/drawn": self._tasks.cursor,
             "data/passed_over": self._tasks.num_passed_over,
@@ -554,9 +561,7 @@ class Orchestrator:
             return None
         metrics = await self._steps.all(version)
         self._stepped_at = self._clock()
-        self._values[version] |= metrics[0] | {"queue/out_depth": self.path.out_depth}
-        for name in ("trainer/wait_s", "trainer/step_s", "trainer/hold_s"):
-            self._values[version][name] = float(np.mean([m[name] for m in metrics]))
+        self._values[version] |= trainer_metrics(metrics) | {"queue/out_depth": self.path.out_depth}
         return version
 
     async def _reload(self, version: int) -> None:

@@ -48,7 +48,7 @@ def batch_metrics(
 ) -> dict[str, object]:
     """What a batch says of itself and of what was given up before it was full."""
     ages = AgeStats()
-    ages.add(batch)
+    ages.add(batch, usable)
     good = [r for r in batch.rollouts if usable(r)]
 
     return {
@@ -61,6 +61,21 @@ def batch_metrics(
         **{f"rollout/{outcome}": len(rollouts) for outcome, rollouts in given_up.items()},
         "rollout/trainable_share": int(np.count_nonzero(batch.advantages))
         / (len(batch.rollouts) + sum(len(given_up.get(outcome, ())) for outcome in ("filtered", "dropped"))),
+    }
+
+
+def trainer_metrics(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What the trainer ranks say of a step; times, and what is of a second of the step, are means over them."""
+    names = ("wait_s", "step_s", "hold_s")
+    wait_s, step_s, hold_s = (float(np.mean([answer[f"trainer/{name}"] for answer in answers])) for name in names)
+    values = dict(answers[0])
+    return values | {
+        "trainer/wait_s": wait_s,
+        "trainer/step_s": step_s,
+        "trainer/hold_s": hold_s,
+        "trainer/idle": _part(wait_s, wait_s + step_s),
+        "trainer/tokens_per_s": _part(values["trainer/input_tokens"], step_s),
+        "trainer/mfu": _part(values["trainer/peak_s"], step_s),
     }
 
 

@@ -202,7 +202,7 @@ class _Simulation:
                 return
             batch, used = shipped
             waited_s = self.loop.time() - start if batch.index else 0.0
-            self.ages.add(batch)
+            self.ages.add(batch, self.sink.usable)
             if self.on_batch is not None:
                 self.on_batch(batch)
             if self.trainer_seconds:

@@ -17,9 +17,9 @@ models.  The names:
 | `kl_reference` | the chosen estimate of KL(current, reference); 0 without a reference |
 | `mismatch_kl`, `mismatch_tokens` | k3 over the tokens that the trained version sampled; left out if none |
 | `value_loss`, `value_mean` | of the critic; left out without one |
-| `tokens` | loss tokens of the batch, summed over epochs |
-| `computed_tokens` | those whose log-prob was computed (a sequence with advantage 0 is skipped) |
-| `input_tokens` | tokens that went through the body |
+| `tokens` | loss tokens of the batch, each once however many epochs there are |
+| `computed_tokens` | those whose log-prob was computed (advantage 0 is skipped where that changes nothing) |
+| `input_tokens` | tokens that went through the body, in all epochs |
 | `shared_tokens` | those that did not because another sequence began with them (share_prefix) |
 | `num_microbatches` | forwards with backward, of the rank with the most |
 """
@@ -44,10 +44,11 @@ MEANS = (
     "kl_reference",
 )
 CRITIC_MEANS = ("value_loss", "value_mean")
-COUNTS = ("computed_tokens", "input_tokens", "shared_tokens", "mismatch_tokens")
+COUNTS = ("computed_tokens", "mismatch_tokens")  # of the batch
+WORK = ("input_tokens", "shared_tokens")  # in all epochs
 MAXIMA = ("ratio_max", "importance_max")
 PERCENTILES = (1, 50, 99)
-_SUMS = (*MEANS, *CRITIC_MEANS, *COUNTS, "loss", "mismatch_kl")
+_SUMS = (*MEANS, *CRITIC_MEANS, *COUNTS, *WORK, "loss", "mismatch_kl")
 _BIN = 0.01  # of the log importance weight
 
 
@@ -93,15 +94,15 @@ class Totals:
         places = ((result.importance.log() + LOG_RATIO_BOUND) / _BIN).round().nan_to_num().long()
         self.bins += torch.bincount(places.clamp(0, len(self.bins) - 1), minlength=len(self.bins))
 
-    def reduce(self, ranks: TrainerRanks, num_tokens: int, denominator: float) -> dict[str, float]:
-        """Means, counts and maxima over all ranks; the last two arguments are global."""
+    def reduce(self, ranks: TrainerRanks, *, num_tokens: int, denominator: float, num_epochs: int) -> dict[str, float]:
+        """Means, counts and maxima over all ranks; `num_tokens` and `denominator` are global."""
         both = ranks.total(torch.cat([self.sums, self.bins]))
         sums = dict(zip(_SUMS, both[: len(_SUMS)].tolist(), strict=True))
         maxima = dict(zip(MAXIMA, ranks.max(self.maxima.clone()).tolist(), strict=True))
         computed = max(sums["computed_tokens"], 1.0)
         metrics = {"loss": sums["loss"] / denominator if denominator else 0.0, "tokens": float(num_tokens)}
         metrics |= {name: sums[name] / computed for name in (*MEANS, *(CRITIC_MEANS if self._critic else ()))}
-        metrics |= {name: sums[name] for name in COUNTS} | maxima
+        metrics |= {name: sums[name] / num_epochs for name in COUNTS} | {name: sums[name] for name in WORK} | maxima
         metrics |= {f"importance_p{p}": _percentile(both[len(_SUMS) :], p) for p in PERCENTILES}
         if sums["mismatch_tokens"]:
             metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["mismatch_tokens"]

@@ -46,12 +46,12 @@ def adamw(
     return optimizer, rates
 
 
-def warmed_up(learning_rate: float, num_steps: int, warmup_steps: int) -> float:
-    """Learning rate of the step after `num_steps` steps: linear up to `warmup_steps`, then constant.
+def warmed_up(learning_rate: float, version: int, warmup_steps: int) -> float:
+    """Learning rate of the batch that trains `version`: linear over the first `warmup_steps` batches, then constant.
 
     Example: warm-up over 4 steps gives 1/4, 2/4, 3/4, 1, 1 … of it.
     """
-    return learning_rate * min(1.0, (num_steps + 1) / max(warmup_steps, 1))
+    return learning_rate * min(1.0, (version + 1) / max(warmup_steps, 1))
 
 
 def local(tensor: Tensor) -> Tensor:

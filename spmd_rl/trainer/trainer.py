@@ -11,7 +11,6 @@ Knows nothing of queues, versions other than the number it is told, engines, or 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -78,7 +77,7 @@ class Trainer:
         critic_learning_rate: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
-        warmup_steps: int = 0,
+        warmup_steps: int = 0,  # batches
         grad_clip: float = 1.0,
         micro_batch_tokens: int = 4096,
         share_prefix: bool = False,  # what the members of a group begin with alike is computed once
@@ -138,23 +137,21 @@ class Trainer:
 
     def train(self, minibatches: Sequence[Minibatch], n: int) -> dict[str, float]:
         """`step` on what is cut already."""
-        started = time.perf_counter()
         work = self._agree(minibatches)
         starts = self._start(work)
-        totals, steps, rate = Totals(self.device, critic=self.has_critic), [], 0.0
+        totals, steps, rate = Totals(self.device, critic=self.has_critic), [], warmed_up(1.0, n, self.warmup_steps)
         rounds = [(w, s) for _ in range(self.num_epochs) for w, s in zip(work, starts, strict=True)]
         for i, (minibatch, start) in enumerate(rounds):
-            rate = warmed_up(1.0, self.num_steps, self.warmup_steps)
             steps.append(self._optimizer_step(minibatch, start, n, i / len(rounds), rate, totals))
         metrics = totals.reduce(
-            self.ranks, sum(w.num_tokens for w, _ in rounds), sum(stepped.denominator for stepped in steps)
+            self.ranks,
+            num_tokens=sum(w.num_tokens for w in work),
+            denominator=sum(stepped.denominator for stepped in steps),
+            num_epochs=self.num_epochs,
         )
         taken = [stepped for stepped in steps if stepped.denominator]
         flops = self.flops.of([m for w, _ in rounds for m in w.micro_batches])
-        ends = torch.tensor(
-            [time.perf_counter() - started, peak_memory_bytes(self.device)], dtype=torch.float64, device=self.device
-        )
-        step_s, peak_bytes = self.ranks.max(ends).tolist()
+        peak_bytes = torch.tensor(peak_memory_bytes(self.device), dtype=torch.float64, device=self.device)
         num_stand_ins = sum(m.is_stand_in for w, _ in rounds for m in w.micro_batches)
         sums = torch.tensor([flops / self.flops.peak, num_stand_ins], dtype=torch.float64, device=self.device)
         peak_s, num_padding = self.ranks.total(sums).tolist()
@@ -169,10 +166,8 @@ class Trainer:
             "empty_steps": float(max(1, len(steps)) - len(taken)),
             "num_microbatches": float(sum(len(w.micro_batches) for w, _ in rounds)),
             "padding_share": num_padding / max(metrics["input_tokens"] + num_padding, 1),
-            "step_s": step_s,
-            "tokens_per_s": metrics["input_tokens"] / step_s,
-            "mfu": peak_s / step_s / self.ranks.num,
-            "peak_memory_bytes": peak_bytes,
+            "peak_s": peak_s / self.ranks.num,
+            "peak_memory_bytes": self.ranks.max(peak_bytes).item(),
         }
 
     def _agree(self, minibatches: Sequence[Minibatch]) -> list[Work]:

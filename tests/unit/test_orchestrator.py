@@ -22,7 +22,7 @@ from tests.unit.test_resume import state as saved
 
 ENGINE, TRAINER, MEMBER = 0, 1, 2
 STEP = {"wait_s": 0.0, "step_s": 1.0, "hold_s": 0.0, "grad_norm": 1.0, "learning_rate": 1.0}
-STEP |= {"tokens": 8, "tokens_per_s": 8.0}
+STEP |= {"tokens": 8, "input_tokens": 8, "peak_s": 0.5}
 COUNTERS = ("busy_s", "slot_s", "waiting_s", "kv_waiting_s", "kv_used", "version", "swaps", "pause_s", "recompute_s")
 
 

@@ -46,7 +46,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         batch = Batch(index=n, rollouts=rollouts, advantages=np.linspace(-1, 1, 8, dtype=np.float32))
         packed = batch_log.write(run_dir.batches, batch, lambda r: not r.failed)
         metrics = train_again(trainer, packing.shares(packed, RANKS, width=128), n)
-        assert metrics["tokens"] == 2 * sum(r.num_trainable for r in rollouts if not r.failed)
+        assert metrics["tokens"] == sum(r.num_trainable for r in rollouts if not r.failed)
         line = {"kind": "step", "version": n + 1, **{f"trainer/{k}": v for k, v in metrics.items()}}
         with open(run_dir.metrics, "a") as file:
             file.write(json.dumps(line) + "\n")
