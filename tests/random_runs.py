@@ -322,6 +322,7 @@ class _Life:
             self.old_by = max(
                 [self.version + formed - 1 + -(-(slots + ahead) // self.B)] + [batch.index for batch in state.batches]
             )
+        self.counted = self.count_slots()  # when the newest version went live
 
     # inference
 
@@ -420,6 +421,7 @@ class _Life:
         version = self.policy.version
         self.lineage.trained[version - 1] = [r.ticket for r in self.batches[version - 1].rollouts]
         self.path.assert_closed()
+        self.judge_step()
         if version % self.s.save_every == 0:
             self.save()
 
@@ -481,6 +483,21 @@ class _Life:
             raise Wrong(f"gate: {self.dispatcher.in_flight} episodes run, C = {self.C}")
         if work.version != self.policy.version:
             raise Wrong(f"gate: group of version {work.version} admitted at version {self.policy.version}")
+
+    def count_slots(self) -> tuple[int, int]:
+        """Admitted, and given up, so far."""
+        trained = sum(map(len, self.lineage.trained.values()))
+        return self.ledger.admitted, sum(self.ledger.rollouts.values()) - trained
+
+    def judge_step(self) -> None:
+        """What was admitted under the version before, against what was given up under it, by the ledger."""
+        before, self.counted = self.counted, self.count_slots()
+        admitted, given_up = (now - then for now, then in zip(self.counted, before, strict=True))
+        most = (self.s.S + 1) * self.B
+        if self.s.gate == "ship":
+            most = (self.s.S + 2) * self.B + self.s.Q + self.C
+        if admitted > most + given_up or self.gate.most_per_version != most:
+            raise Wrong(f"gate: {admitted} admitted and {given_up} given up in version {self.policy.version}: {most}")
 
     def judge_batch(self, batch: Batch) -> None:
         most = promised(self.plan, self.s)
