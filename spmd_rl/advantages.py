@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-STD_FLOOR = 1e-4  # rewards that differ only by rounding must not become advantages of size 1
+STD_FLOOR = 1e-4  # rewards that differ hardly at all must not become advantages of size 1
+ROUNDING = 1e-9  # by which equal rewards may differ, relative to the largest: sums of the same parts in another order
 
 Stage = Callable[[np.ndarray, np.ndarray], np.ndarray]  # ([k] floats, [k] bool usable) -> [k] float32
 
@@ -125,6 +126,11 @@ def overlong_penalty(length: int, *, longest: int, buffer: int) -> float:
     return -min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
+def has_spread(rewards: np.ndarray) -> bool:  # [k] floats
+    """Whether they differ by more than rounding."""
+    return bool(rewards.max() - rewards.min() > ROUNDING * np.abs(rewards).max())
+
+
 def _standard(r: np.ndarray) -> np.ndarray:
     return (r - r.mean()) / max(float(r.std(ddof=1)), STD_FLOOR)
 
@@ -143,8 +149,6 @@ def _over_usable(rewards: np.ndarray, usable: np.ndarray, score: Callable[[np.nd
     rewards, usable = _checked(rewards, usable)
     advantages = np.zeros(rewards.shape, np.float32)
     chosen = rewards[usable]
-    if (
-        len(chosen) >= 2 and chosen.max() > chosen.min()
-    ):  # compared, since the mean of equal floats may be off by one bit
+    if len(chosen) >= 2 and has_spread(chosen):  # else the mean alone may be off by one bit
         advantages[usable] = score(chosen)
     return advantages

@@ -9,20 +9,59 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 
 from spmd_rl.user_code import shown
 
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
-_NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:\.\d+)?", re.ASCII)
+_START = r"(?<![A-Za-z_\d^])(?<!\d\.)"  # no number begins within a word, another number or an exponent
+_NUMBER = re.compile(
+    rf"(?P<minus>(?<![\w)\]}}])-(?=[$€£.\d\\]))?(?:\\?[$€£]\s?)?(?:"
+    rf"(?P<whole>{_START}\d+)[ ](?P<part>\d+)/(?P<of>\d+)(?![\d/])"  # 1 1/2
+    rf"|(?P<over>(?<!/){_START}\d+)[ ]?/[ ]?(?P<under>\d+)(?![\d/]|\.\d)"  # 1/2
+    r"|\\[dt]?frac\s*(?:\{(?P<top>\d+)\}|(?P<top1>\d))\s*(?:\{(?P<bottom>\d+)\}|(?P<bottom1>\d))"
+    rf"|(?P<base>{_START}\d+)\s?(?:\^|\*\*)\s?\{{?(?P<up>\d+)\}}?(?!\w)"  # 2^5
+    r"|(?P<power>(?<![\w)\]}])[\w)\]}]++\s?(?:\^|\*\*)\s?\{?-?\w++\}?)"
+    rf"|{_START}(?P<digits>\d+(?:\.\d+)?|\.\d+)"
+    r"(?:[eE](?P<exponent>[+-]?\d+)(?!\w)|\s?(?:×|\*|x|\\times|\\cdot)\s?10(?:\^|\*\*)\{?(?P<ten>-?\d+)\}?)?)",
+    re.ASCII,
+)
+_THOUSANDS = re.compile(
+    r"(?<=\d)(?:,|\{,\}|\\[,!;]|_|\N{NARROW NO-BREAK SPACE}|\N{NO-BREAK SPACE})(?=\d{3}(?!\d))", re.ASCII
+)
+_VULGAR = {
+    "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
+    "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8",
+}  # fmt: skip
+_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-", "\N{FRACTION SLASH}": "/"})
+_LONGEST = 4000  # digits of a number that is read
+
+Number = Decimal | Fraction
 
 
-def numbers(text: str) -> list[Decimal]:
-    """The numbers written in a text: "1,234 - 5 is 1229.0." gives 1234, 5, 1229.0."""
-    return [Decimal(n) for n in _NUMBER.findall(_THOUSANDS.sub("", text.replace("\N{MINUS SIGN}", "-")))]
+def numbers(text: str) -> list[Number]:
+    """The numbers written in a text: "1,234 - 5 is 1229.0." gives 1234, 5, 1229.0.
+
+    Also .5, 1e5, 2 × 10^3, 2^5, 1/2, 1 1/2, \\frac{1}{2} and digits of other scripts; currencies and percent signs are
+    left out.  A minus is a sign where it does not stand behind a number or a word.  Powers of letters (x^2) and digits
+    within words (H2O, m2) are no numbers.
+    """
+    text = _plain_digits(text)
+    return [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
+
+
+def number_of(answer: object) -> Number:
+    """The number that an answer is: 18, "18", "$1,234", "18 apples".  ValueError where there is none, or several."""
+    if isinstance(answer, bool) or not isinstance(answer, int | float | str):
+        raise ValueError(f"the answer {answer!r} is not a number")
+    found = numbers(answer if isinstance(answer, str) else f"{answer:f}" if isinstance(answer, float) else str(answer))
+    if len(found) != 1 or (isinstance(answer, float) and not math.isfinite(answer)):
+        raise ValueError(f"the answer {answer!r} is not a number")
+    return found[0]
 
 
 def last_number_equals(
@@ -30,11 +69,55 @@ def last_number_equals(
 ) -> float:
     """1.0 if the last number of the reply is the answer: models end with it, after whatever else they say.
 
-    It may be off by `tolerance`, or by `relative` times the answer.
+    It may be off by `tolerance`, or by `relative` times the answer.  ValueError for an answer that is not a number.
     """
-    found, right = numbers(reply), Decimal(str(answer).replace(",", ""))
-    most = max(Decimal(str(tolerance)), Decimal(str(relative)) * abs(right))
-    return float(bool(found) and abs(found[-1] - right) <= most)
+    right, found = Fraction(number_of(answer)), numbers(reply)
+    most = max(Fraction(str(tolerance)), Fraction(str(relative)) * abs(right))
+    return float(bool(found) and abs(Fraction(found[-1]) - right) <= most)
+
+
+def _plain_digits(text: str) -> str:
+    """ASCII digits and signs, without marks between thousands."""
+    text = "".join(f" {_VULGAR[c]} " if c in _VULGAR else c for c in text.translate(_SIGNS))
+    text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() and not c.isascii() else c for c in text)
+    return _THOUSANDS.sub("", text)
+
+
+def _value(match: re.Match[str]) -> Number | None:
+    groups = match.groupdict()
+    sign = -1 if groups["minus"] else 1
+    if groups["power"] or len(match[0]) > _LONGEST:
+        return None
+    if groups["digits"]:
+        exponent = int(groups["exponent"] or groups["ten"] or 0)
+        if abs(exponent) > _LONGEST:
+            return None
+        return sign * Decimal(groups["digits"]).scaleb(exponent) if exponent else sign * Decimal(groups["digits"])
+    if groups["base"]:
+        base, up = int(groups["base"]), int(groups["up"])
+        return sign * Decimal(base**up) if up * max(1, base.bit_length()) < 4 * _LONGEST else None
+    whole = int(groups["whole"] or 0)
+    top = int(groups["part"] or groups["over"] or groups["top"] or groups["top1"])
+    bottom = int(groups["of"] or groups["under"] or groups["bottom"] or groups["bottom1"])
+    return sign * (whole + Fraction(top, bottom)) if bottom else None
+
+
+def fill(template: str, values: Mapping[str, object], *, needed: Sequence[str] = ()) -> str:
+    """The template with {name} replaced for every name of `values`; all other braces stay as they are.
+
+    ValueError where it lacks one of the names in `needed`.
+    """
+    if missing := [name for name in needed if f"{{{name}}}" not in template]:
+        raise ValueError(f"the prompt {template[:80]!r} does not contain {{{missing[0]}}}")
+    if not values:
+        return template
+    names = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
+    return re.sub(rf"\{{({names})\}}", lambda match: str(values[match[1]]), template)
+
+
+def thought_out(reply: str) -> str:
+    """The reply after its thinking: what follows the last </think>."""
+    return reply.rpartition("</think>")[2]
 
 
 def matches(reply: str, pattern: str) -> float:

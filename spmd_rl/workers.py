@@ -9,8 +9,10 @@ caller's sample is dropped and counted, no reward is made up.  A cancelled call 
 when first needed, are used again, and die, with all that they have started, with the process that started them, on
 Linux however that one ends: each is the child of a process that sees to that.
 
-The function is named by its module, its arguments and result are JSON: nothing is pickled.  It runs in the main thread
-of its process, so it may use signals.  Knows nothing of rollouts or rewards.
+The function is named by its module, its arguments and result are JSON: nothing is pickled.  A module may have a
+function `warm_up()` for what is imported late: it is called once in each process, before the time of the first job
+begins.  The function runs in the main thread of its process, so it may use signals.  Knows nothing of rollouts or
+rewards.
 """
 
 from __future__ import annotations
@@ -116,11 +118,15 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a function prints goes to stderr
+    warm: set[str] = set()
     for line in sys.stdin:
         job = json.loads(line)
         try:
             function, problem = pkgutil.resolve_name(job["function"]), None
-        except (ImportError, AttributeError, ValueError) as error:
+            if (module := job["function"].partition(":")[0]) not in warm:
+                warm.add(module)
+                getattr(sys.modules[module], "warm_up", lambda: None)()
+        except Exception as error:  # of the user's module
             function, problem = None, error
         print("{}", file=answers, flush=True)
         try:

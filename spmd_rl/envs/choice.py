@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spmd_rl.data import Dataset
 from spmd_rl.envs import Data
 from spmd_rl.envs.single_turn import SingleTurn
+from spmd_rl.rewards import fill, thought_out
 from spmd_rl.tokenizer import Tokenizer
+
+_NAMED = r"(?:\b(?:answer|choice)(?:\s+(?:is|was|must be|should be|would be))?\s*[:=]?\s*(?:option|choice|letter)?|"
+_NAMED += r"\b(?:option|choose|pick|select|go with)\s*:?)\s*"
+_WRONG = r"(?:\s*(?:,|and|or|/)\s*[A-Z](?!\w))*\W*\s(?:is|are|was|were|can't|cannot)\s+(?:\w+\s+)?"
+_WRONG += r"(?:wrong|incorrect|false|not|out)\b"
+_RULED_OUT = r"(?i)\b(?:not|isn't|is not|rather than|instead of|than|unlike|exclude|eliminate|ruled? out|reject)\s+\W*$"
 
 
 class Choice:
@@ -39,10 +46,10 @@ class Choice:
 
     def prompt(self, data: Data) -> str:
         lines = [f"{letter}) {text}" for letter, text in zip(string.ascii_uppercase, data["choices"], strict=False)]
-        return self._prompt.format(question=data["question"], choices="\n".join(lines))
+        return fill(self._prompt, {"question": data["question"], "choices": "\n".join(lines)})
 
     def reward(self, data: Data, reply: str) -> float:
-        return float(chosen(reply, len(data["choices"])) == right(data["answer"], data["choices"]))
+        return float(chosen(reply, data["choices"]) == right(data["answer"], data["choices"]))
 
 
 def right(answer: object, choices: Sequence[str]) -> str:
@@ -57,9 +64,95 @@ def right(answer: object, choices: Sequence[str]) -> str:
     raise ValueError(f"the answer {answer!r} is none of {list(choices)}, nor a letter or number of one")
 
 
-def chosen(reply: str, num: int) -> str | None:
-    """The letter after the last "answer is" or "answer:", else the last letter that stands alone."""
-    letter = rf"\(?([A-{string.ascii_uppercase[num - 1]}])(?![\w'])"
-    named = re.findall(rf"(?i:answer(?:\s+is)?)\s*:?\s*\**{letter}", reply)
-    alone = re.findall(rf"(?<![\w']){letter}", reply)
-    return (named or alone or [None])[-1]
+def chosen(reply: str, choices: Sequence[str]) -> str | None:
+    r"""The letter that a reply chooses; None where it names none, or leaves open which.
+
+    The first of these that says something, after the reply's thinking: all of it is the text of one choice; \boxed{};
+    a letter or the text of a choice after the last "answer is", "answer:", "option" or "choose"; the one letter that
+    lines begin with and mark ("B) Vitamin C", "(B) A cell", "B because"); the last letter that stands alone and is not
+    ruled out ("not A"); the one choice whose text stands in it.
+    """
+    text = re.sub(r"[*_`$]|\\(?:text|mathrm|mathbf)\s*(?=\{)", "", thought_out(reply)).strip()
+    by_text = {_bare(choice): letter for letter, choice in zip(string.ascii_uppercase, choices, strict=False)}
+    letters = "".join(by_text.values())
+    for read in (_whole, _boxed, _named, _marked, _alone, _mentioned):
+        if found := read(text, letters, by_text):
+            return found.pop() if len(found) == 1 else None
+    return None
+
+
+NONE = {"none", "of them"}  # chooses something that is no choice
+
+
+def _bare(text: str) -> str:
+    """In small letters, blanks as one, without punctuation around it."""
+    return " ".join(text.split()).strip(" .,;:!?\"'()[]").casefold()
+
+
+def _letters(text: str, letters: str) -> list[tuple[re.Match[str], str]]:
+    """Letters of choices that stand alone, in order.  Small ones count in brackets only, A before a word does not."""
+    found = []
+    for match in re.finditer(rf"(?<![\w'\-.\\])([{letters}{letters.lower()}])(?![\w'])", text):
+        before, after = text[: match.start()][-1:], text[match.end() :]
+        in_brackets = before in ("(", "[", "{", '"') or after[:1] == ")"
+        is_word = match[1] in "AIai" and re.match(r"[ \t]+(?!because|since|as\b|or\b|and\b|is\b|if\b)[a-z]", after)
+        if (match[1].isupper() or in_brackets) and not (is_word and not in_brackets):
+            found.append((match, match[1].upper()))
+    return found
+
+
+def _with_alternatives(text: str, at: re.Match[str], letter: str, letters: str) -> set[str]:
+    """The letter, and those that "or" joins to it."""
+    others = re.match(rf"[)\]}}\"']*(?:\s*(?:,|/|or|and|,\s*or)\s*[(\[]*([{letters}])(?![\w']))+", text[at.end() :])
+    return {letter, *(re.findall(rf"(?<!\w)[{letters}](?!\w)", others[0]) if others else ())}
+
+
+def _whole(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
+    return {by_text[_bare(text)]} if _bare(text) in by_text else set()
+
+
+def _boxed(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
+    contents = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    if not contents:
+        return set()
+    content = contents[-1].strip("{} ")
+    whole = _whole(content, letters, by_text) or _whole(f"({content})", letters, by_text)
+    return whole or {letter for _, letter in _letters(f"({content})", letters)[:1]} or NONE
+
+
+def _named(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
+    for match in reversed([*re.finditer(_NAMED, text, re.IGNORECASE)]):
+        rest = text[match.end() :]
+        if letter := re.match(rf"[\s(\[\"']*([{letters}{letters.lower()}])(?![\w'])", rest):
+            word = re.match(r"[ \t]+(?!because|since|as\b|or\b|and\b|is\b)[a-z]", rest[letter.end() :])
+            bracketed = "(" in letter[0] or rest[letter.end() :][:1] in ")]"
+            if not (word and letter[1] in "AIai" and not bracketed):
+                return _with_alternatives(rest, letter, letter[1].upper(), letters)
+        line = _bare(rest.lstrip().split("\n")[0])
+        fits = {by_text[bare] for bare in by_text if re.match(rf"(?:the )?{re.escape(bare)}(?!\w)", line)}
+        if fits:
+            return {max(fits, key=lambda letter: len(next(b for b, x in by_text.items() if x == letter)))}
+    return set()
+
+
+def _marked(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
+    lines = re.findall(rf"(?m:^)[ \t>\-(\[]*([{letters}{letters.lower()}])[ \t]*(?:[)\].:]|$|because|since)", text)
+    found = {letter.upper() for letter in lines}
+    return found if len(found) == 1 else set()  # else it lists the choices
+
+
+def _alone(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
+    found = _letters(text, letters)
+    ruled_out = [re.search(_RULED_OUT, text[: m.start()]) or re.match(_WRONG, text[m.end() :]) for m, _ in found]
+    kept = [one for one, out in zip(found, ruled_out, strict=True) if not out]
+    if not kept:
+        return set()
+    _, letter = kept[-1]
+    joined = [_with_alternatives(text, m, x, letters) for m, x in kept]
+    return next((j for j in reversed(joined) if letter in j and len(j) > 1), {letter})
+
+
+def _mentioned(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
+    bare = _bare(text)
+    found = {choice for choice in by_text if choice and re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", bare)}
+    return {by_text[choice] for choice in found if not any(choice != other and choice in other for other in found)}

@@ -7,11 +7,13 @@ args = { path = "data/train.jsonl", eval_path = "data/test.jsonl", max_epochs = 
 
 from __future__ import annotations
 
+import re
+
 from spmd_rl.data import Dataset
 from spmd_rl.envs import Data
 from spmd_rl.envs.single_turn import SingleTurn
 from spmd_rl.math_reward import math_equals
-from spmd_rl.rewards import after, contains_word, exact, last_number_equals, matches
+from spmd_rl.rewards import after, contains_word, exact, fill, last_number_equals, matches
 from spmd_rl.tokenizer import Messages, Tokenizer
 from spmd_rl.workers import Workers
 
@@ -38,10 +40,14 @@ class Questions:
         system: str = "",
         form: str = "",  # regular expression of the whole reply
         form_weight: float = 0.1,
-        timeout_s: float = 10.0,  # of judge = math
+        timeout_s: float = 10.0,  # of judge = math and of form
     ) -> None:
         if judge not in JUDGES:
             raise ValueError(f"questions: judge = {judge!r}: must be one of {', '.join(JUDGES)}")
+        try:
+            re.compile(form)
+        except re.error as error:
+            raise ValueError(f"questions: form = {form!r} is no regular expression: {error}") from error
         fields = {"question": question, "answer": answer}
         rows = Dataset(path=path, fields=fields, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs)
         self.tasks = rows.tasks
@@ -54,20 +60,22 @@ class Questions:
         ).rollout
 
     def prompt(self, data: Data) -> Messages:
-        user = {"role": "user", "content": self._prompt.format(question=data["question"])}
+        user = {"role": "user", "content": fill(self._prompt, {"question": data["question"]})}
         return [{"role": "system", "content": self._system}, user] if self._system else [user]
 
     async def reward(self, data: Data, reply: str) -> dict[str, float | None]:
-        answer = after(str(data["answer"]), self._mark)
-        return {"answer": await self._score(reply, answer), "form": matches(reply, self._form) if self._form else None}
+        given = data["answer"] if isinstance(data["answer"], list) else [data["answer"]]  # any of several is right
+        answers = [after(str(answer), self._mark) for answer in given]
+        form = await self._workers.call(matches, reply, self._form) if self._form else None
+        return {"answer": await self._score(reply, answers), "form": form}
 
-    async def _score(self, reply: str, answer: str) -> float:
+    async def _score(self, reply: str, answers: list[str]) -> float:
         match self._judge:
             case "number":
-                return last_number_equals(reply, answer, tolerance=self._tolerance)
+                return max(last_number_equals(reply, answer, tolerance=self._tolerance) for answer in answers)
             case "exact":
-                return exact(reply, answer)
+                return max(exact(reply, answer) for answer in answers)
             case "word":
-                return contains_word(reply, answer)
+                return max(contains_word(reply, answer) for answer in answers)
             case _:
-                return await self._workers.call(math_equals, reply, answer)
+                return await self._workers.call(math_equals, reply, answers)

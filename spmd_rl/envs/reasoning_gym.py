@@ -88,6 +88,11 @@ def score(name: str, settings: str, seed: int, index: int, answer: str | None) -
     return float(dataset.score_answer(answer, dataset[index]))
 
 
+def warm_up() -> None:
+    """Import what a first score would otherwise spend its time on."""
+    import reasoning_gym  # noqa: F401
+
+
 @functools.lru_cache(maxsize=16)
 def _dataset(name: str, settings: str, seed: int) -> ProceduralDataset:
     try:

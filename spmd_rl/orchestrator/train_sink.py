@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spmd_rl.advantages import has_spread
 from spmd_rl.bounds import Bound
 from spmd_rl.orchestrator.order import Order
 from spmd_rl.types import NO_VERSION, Batch, Group, GroupWork, GuardError, Rollout
@@ -34,9 +35,9 @@ Filter = Callable[[Group, np.ndarray], bool]  # (group, usable [k] bool) -> True
 
 
 def zero_spread(group: Group, usable: np.ndarray) -> bool:
-    """Equal rewards teach nothing; a single rollout has no spread to look at."""
+    """Equal rewards teach nothing, rounding aside; a single rollout has no spread to look at."""
     rewards = [r.reward for r, use in zip(group.rollouts, usable, strict=True) if use]
-    return len(group.rollouts) > 1 and min(rewards) == max(rewards)
+    return len(group.rollouts) > 1 and not has_spread(np.array(rewards))
 
 
 @dataclass(frozen=True, kw_only=True)
