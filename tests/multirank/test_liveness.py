@@ -243,7 +243,7 @@ def gets_a_signal(world: World) -> str:
             received.set_result(number)
             world.store.set("heard", signal.Signals(number).name)
 
-        SignalWatch(received=answer)
+        SignalWatch(received=answer, signals=(signal.SIGTERM, signal.SIGINT))
         world.store.set("pid", str(os.getpid()))
         dist.recv(torch.empty(1), 1, group=world.ctl)  # comes only after the signal was heard
         return signal.Signals(received.result(timeout=LIMIT_S)).name
@@ -260,7 +260,7 @@ def test_a_signal_reaches_a_rank_whose_main_thread_is_blocked():
 def puts_the_handlers_back() -> bool:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     heard: queue.Queue[int] = queue.Queue()
-    signals = SignalWatch(received=heard.put)
+    signals = SignalWatch(received=heard.put, signals=(signal.SIGTERM, signal.SIGINT))
     os.kill(os.getpid(), signal.SIGINT)
     assert heard.get(timeout=LIMIT_S) == signal.SIGINT
     signals.close()
