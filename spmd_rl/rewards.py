@@ -18,50 +18,77 @@ import numpy as np
 
 from spmd_rl.user_code import shown
 
-_START = r"(?<![A-Za-z_\d^])(?<!\d\.)"  # no number begins within a word, another number or an exponent
+_START = r"(?<![A-Za-z\d^])(?<!\w_)(?<!_\{)(?<!\d\.)"  # none begins within a word, a number, an index or an exponent
+_DECIMAL = r"\d++(?:\.\d++)?"
 _NUMBER = re.compile(
-    rf"(?P<minus>(?<![\w)\]}}])-(?=[$€£.\d\\]))?(?:\\?[$€£]\s?)?(?:"
-    rf"(?P<whole>{_START}\d+)[ ](?P<part>\d+)/(?P<of>\d+)(?![\d/])"  # 1 1/2
+    rf"(?P<minus>(?<![\w)\]}}])-(?=[$€£¥₹.\d\\]))?(?:\\?[$€£¥₹]\s?(?P<inner>-(?=[.\d]))?)?(?:"
+    rf"(?P<whole>{_START}\d++)(?:[ ]{{1,2}}(?P<part>\d+)/(?P<of>\d+)(?![\d/])|"  # 1 1/2, 1\frac{{1}}{{2}}
+    rf"\s?\\[dt]?frac\s*(?:\{{(?P<top2>\d+)\}}|(?P<top3>\d))\s*(?:\{{(?P<bottom2>\d+)\}}|(?P<bottom3>\d)))"
     rf"|(?P<over>(?<!/){_START}\d+)[ ]?/[ ]?(?P<under>\d+)(?![\d/]|\.\d)"  # 1/2
-    r"|\\[dt]?frac\s*(?:\{(?P<top>\d+)\}|(?P<top1>\d))\s*(?:\{(?P<bottom>\d+)\}|(?P<bottom1>\d))"
-    rf"|(?P<base>{_START}\d+)\s?(?:\^|\*\*)\s?\{{?(?P<up>\d+)\}}?(?!\w)"  # 2^5
+    rf"|\\[dt]?frac\s*(?:\{{\s?(?P<top>-?{_DECIMAL})\s?\}}|(?P<top1>\d))"
+    rf"\s*(?:\{{\s?(?P<bottom>-?{_DECIMAL})\s?\}}|(?P<bottom1>\d))"
+    rf"|(?P<unread>(?:{_START}{_DECIMAL}\s?\*?\s?)?(?:\\pi(?![a-z])|π|(?<![A-Za-z])pi(?!\w)|√\s?\(?\d++\)?|"
+    r"(?<![A-Za-z])\\?sqrt\s*+(?:\[[^]]{0,9}\])?(?:\{[^{}]{0,99}\}|\([^()]{0,99}\)|\d++)|"
+    r"\\[dt]?frac\s*+\{[^{}]{0,99}\}\s*+\{[^{}]{0,99}\})|[)\]]\s?(?:\^|\*\*)\s?\{?-?\w++\}?|"
+    rf"{_START}\d++\.\d++\.\d[\d.]*+)"  # 1.2.3
+    rf"|(?P<base>{_START}\d+)\s?(?:\^|\*\*)\s?\{{?(?P<up>-?\d+)\}}?(?!\w)"  # 2^5
     r"|(?P<power>(?<![\w)\]}])[\w)\]}]++\s?(?:\^|\*\*)\s?\{?-?\w++\}?)"
-    rf"|{_START}(?P<digits>\d+(?:\.\d+)?|\.\d+)"
-    r"(?:[eE](?P<exponent>[+-]?\d+)(?!\w)|\s?(?:×|\*|x|\\times|\\cdot)\s?10(?:\^|\*\*)\{?(?P<ten>-?\d+)\}?)?)",
+    rf"|{_START}(?!0x[\da-fA-F])(?P<digits>\d+(?:\.\d+)?|\.\d+)"
+    r"(?:[eE](?P<exponent>[+-]?\d+)(?!\w)|\s?(?:×|\*|x|\\times|\\cdot)\s?10(?:\^|\*\*)\{?(?P<ten>-?\d+)\}?|"
+    r"\s?(?P<times>(?i:hundred|thousand|million|billion|trillion))(?![A-Za-z]))?)",
     re.ASCII,
 )
 _THOUSANDS = re.compile(
-    r"(?<=\d)(?:,|\{,\}|\\[,!;]|_|\N{NARROW NO-BREAK SPACE}|\N{NO-BREAK SPACE})(?=\d{3}(?!\d))", re.ASCII
+    r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,!;]|_|['\N{RIGHT SINGLE QUOTATION MARK}"
+    r"\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{NO-BREAK SPACE}])\d{3})+(?!\d)",
+    re.ASCII,
 )
+_TIMES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # zeros
 _VULGAR = {
     "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
     "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8",
 }  # fmt: skip
-_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-", "\N{FRACTION SLASH}": "/"})
+_SIGNS = str.maketrans({
+    "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-", "\N{FRACTION SLASH}": "/",
+    "\N{FULLWIDTH COMMA}": ",", "\N{FULLWIDTH FULL STOP}": ".",
+})  # fmt: skip
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _LONGEST = 4000  # digits of a number that is read
+_BESIDE = re.compile(  # what makes of a number beside it another one
+    r"[\d√π∞±+*^]|\\(?:sqrt|pi|d?frac|infty|cdot|times|log|ln|sin|cos|tan|pm)(?![a-z])|"
+    r"(?<![A-Za-z\\])(?:log|ln|sin|cos|tan|sqrt|pi|[xyz])(?![A-Za-z])"
+)
 
 Number = Decimal | Fraction
 
 
 def numbers(text: str) -> list[Number]:
-    """The numbers written in a text: "1,234 - 5 is 1229.0." gives 1234, 5, 1229.0.
+    r"""The numbers written in a text: "1,234 - 5 is 1229.0." gives 1234, 5, 1229.0.
 
-    Also .5, 1e5, 2 × 10^3, 2^5, 1/2, 1 1/2, \\frac{1}{2} and digits of other scripts; currencies and percent signs are
-    left out.  A minus is a sign where it does not stand behind a number or a word.  Powers of letters (x^2) and digits
-    within words (H2O, m2) are no numbers.
+    Also .5, 1e5, 2 × 10^3, 3 million, 2^5, 1/2, 1 1/2, \frac{1}{2} and digits of other scripts; currencies and percent
+    signs are left out.  A minus is a sign where it does not stand behind a number or a word.  Powers of letters (x^2),
+    digits within words (H2O, m2) and what has a root, π or letters in a fraction are no numbers.
     """
-    text = _plain_digits(text)
-    return [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
+    return [value for _, value in _found(_plain(text)) if value is not None]
 
 
 def number_of(answer: object) -> Number:
-    """The number that an answer is: 18, "18", "$1,234", "18 apples".  ValueError where there is none, or several."""
-    if isinstance(answer, bool) or not isinstance(answer, int | float | str):
-        raise ValueError(f"the answer {answer!r} is not a number")
-    found = numbers(answer if isinstance(answer, str) else f"{answer:f}" if isinstance(answer, float) else str(answer))
-    if len(found) != 1 or (isinstance(answer, float) and not math.isfinite(answer)):
-        raise ValueError(f"the answer {answer!r} is not a number")
-    return found[0]
+    """The number that an answer is: 18, "18", "$1,234", "x = 18", "18 apples".
+
+    ValueError where there is none, several, or a part of an expression (2√3, 3x, 10!).
+    """
+    if isinstance(answer, float | int) and not isinstance(answer, bool) and math.isfinite(answer):
+        return Decimal(repr(float(answer)) if isinstance(answer, float) else int(answer))
+    if isinstance(answer, str):
+        text = re.sub(r"^\s*\$?\s*[A-Za-z]\s*=|\^\s*\{?\s*\\circ\s*\}?|^\s*\$?\s*\+(?=[\d.])", " ", _plain(answer))
+        found = _found(text)
+        if len(found) == 1 and (value := found[0][1]) is not None:
+            before, after_it = text[: found[0][0].start()], text[found[0][0].end() :]
+            rest = _NUMBER.sub(lambda match: " " if match["power"] else match[0], f"{before} | {after_it}")
+            rest = re.sub(r"(?<=[A-Za-z])[23](?!\w)", "", rest)  # m^2 and m2 are units
+            if not (_BESIDE.search(rest) or re.match(r"!|[abiknt](?![A-Za-z])", after_it)):
+                return value
+    raise ValueError(f"the answer {answer!r} is not a number")
 
 
 def last_number_equals(
@@ -71,35 +98,47 @@ def last_number_equals(
 
     It may be off by `tolerance`, or by `relative` times the answer.  ValueError for an answer that is not a number.
     """
-    right, found = Fraction(number_of(answer)), numbers(reply)
+    right, found = Fraction(number_of(answer)), _found(_plain(reply))
+    if not found or (last := found[-1][1]) is None:
+        return 0.0
     most = max(Fraction(str(tolerance)), Fraction(str(relative)) * abs(right))
-    return float(bool(found) and abs(Fraction(found[-1]) - right) <= most)
+    return float(abs(Fraction(last) - right) <= most)
 
 
-def _plain_digits(text: str) -> str:
-    """ASCII digits and signs, without marks between thousands."""
+def _plain(text: str) -> str:
+    """ASCII digits and signs, without marks between thousands; powers with ^."""
     text = "".join(f" {_VULGAR[c]} " if c in _VULGAR else c for c in text.translate(_SIGNS))
     text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() and not c.isascii() else c for c in text)
-    return _THOUSANDS.sub("", text)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
+    text = re.sub(r"(?<==)(\s?)-\s(?=[\d.$])", r"\1-", text)
+    return _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+
+
+def _found(text: str) -> list[tuple[re.Match[str], Number | None]]:
+    """Where numbers stand in a plain text, and which; None for what stands there as one but is none, such as 2√3."""
+    return [(match, _value(match)) for match in _NUMBER.finditer(text) if not match["power"]]
 
 
 def _value(match: re.Match[str]) -> Number | None:
     groups = match.groupdict()
-    sign = -1 if groups["minus"] else 1
-    if groups["power"] or len(match[0]) > _LONGEST:
+    sign = -1 if bool(groups["minus"]) != bool(groups["inner"]) else 1
+    if groups["unread"] or len(match[0]) > _LONGEST:
         return None
     if groups["digits"]:
-        exponent = int(groups["exponent"] or groups["ten"] or 0)
+        exponent = int(groups["exponent"] or groups["ten"] or _TIMES.get((groups["times"] or "").lower(), 0))
         if abs(exponent) > _LONGEST:
             return None
-        return sign * Decimal(groups["digits"]).scaleb(exponent) if exponent else sign * Decimal(groups["digits"])
+        digits = ("-" if sign < 0 else "") + groups["digits"]
+        return Decimal(f"{digits}e{exponent}" if exponent else digits)  # exact: arithmetic would round to 28 digits
     if groups["base"]:
         base, up = int(groups["base"]), int(groups["up"])
-        return sign * Decimal(base**up) if up * max(1, base.bit_length()) < 4 * _LONGEST else None
+        if abs(up) * max(1, base.bit_length()) >= 4 * _LONGEST or (up < 0 and not base):
+            return None
+        return sign * Fraction(base) ** up if up < 0 else Decimal(sign * base**up)
     whole = int(groups["whole"] or 0)
-    top = int(groups["part"] or groups["over"] or groups["top"] or groups["top1"])
-    bottom = int(groups["of"] or groups["under"] or groups["bottom"] or groups["bottom1"])
-    return sign * (whole + Fraction(top, bottom)) if bottom else None
+    top = next(groups[name] for name in ("part", "over", "top", "top1", "top2", "top3") if groups[name])
+    bottom = next(groups[name] for name in ("of", "under", "bottom", "bottom1", "bottom2", "bottom3") if groups[name])
+    return sign * (whole + Fraction(top) / Fraction(bottom)) if Fraction(bottom) else None
 
 
 def fill(template: str, values: Mapping[str, object], *, needed: Sequence[str] = ()) -> str:

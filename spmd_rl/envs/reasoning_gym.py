@@ -16,6 +16,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from spmd_rl.envs import Data, of_split
@@ -78,7 +79,8 @@ def extracted(reply: str, how: str) -> str | None:
         case "tags":
             return between(reply, "<answer>", "</answer>")
         case "number":
-            return str(found[-1]) if (found := numbers(reply)) else None
+            found = numbers(reply)[-1:]
+            return f"{found[0]:f}" if found and isinstance(found[0], Decimal) else str(found[0]) if found else None
     return reply
 
 
