@@ -23,16 +23,33 @@ from spmd_rl.rewards import fill, thought_out
 from spmd_rl.types import NotRetried
 
 _DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d{1,2}\s*(?:/|$))")
+_VALUE = r"(?>\d+(?:\.\d+)?|\.\d+)"
 _GRADE = re.compile(
-    r"\[\[\s*(?P<double>\d+(?:\.\d+)?)\s*\]\]"
-    r"|(?P<minus>(?<![\w)])-)?(?<![\w.])(?P<value>(?>\d+(?:\.\d+)?|\.\d+))(?!\w)"
-    r"(?P<range>\s*(?:-|\N{EN DASH}|to)\s*\d+(?:\.\d+)?)?"
-    r"(?:\s*(?:/|out\s+of|of)\s*(?P<of>\d+(?:\.\d+)?))?(?P<percent>\s*%)?"
+    rf"\[\[\s*(?P<double>{_VALUE})(?:\s*/\s*(?P<double_of>{_VALUE}))?\s*\]\]"
+    rf"|(?P<minus>(?<![\w)])-)?(?<![\w.])(?P<value>{_VALUE})(?!\w)"
+    rf"(?P<range>\s*(?:-|\+|to\b|or\b|and\b)\s*\d+(?:\.\d+)?)?"
+    r"(?:\s*(?:points?|marks?)?\s*\(?(?:/|out\s+of|of)(?:\s+a\s+(?:possible|total\s+of|maximum\s+of))?\s*"
+    rf"(?P<of>{_VALUE})(?![\w/]))?(?P<percent>\s*%)?"
 )
-_LABEL = re.compile(
-    r"(?:score|grade|rating|mark|verdict|evaluation)s?[\"']?\s*(?:is|of|:|=|would be|\()?\s*[\"'(\[]*\s*$",
+_AS_SHARE = re.compile(rf"\)?\s*(?:=|\(|or)\s*(?P<share>{_VALUE})(?P<percent>\s*%)?\)?")  # 7/10 = 70%
+_WORD = (
+    r"(?:scor(?:e|es|ed|ing)|grad(?:e|es|ed|ing)|rat(?:e|es|ed|ing)|marks?|verdict|evaluation|assessment|judge?ment)"
+)
+_LINK = (
+    r"[\"']?\s*(?:\([^()\d]*\)|\[[^][\d]*\])?\s*(?:is|was|of|would be|as|at|with|a|an|->|→|-|"
+    r"(?:this|it|that|the)(?:\s+(?:reply|response|answer|output))?(?:\s+(?:is|as|at|with|a|an)){0,2})?"
+    r"[\s\"'(\[{:=>~+]*(?:about|around|approximately)?\s*$"
+)
+_LABEL = re.compile(rf"(?<!\w){_WORD}{_LINK}", re.IGNORECASE)
+_FINAL = re.compile(rf"(?<!\w)(?:final|overall|total)(?:\s+{_WORD})?{_LINK}", re.IGNORECASE)
+_GIVEN = re.compile(  # before the only number of a text
+    r"(?:(?:^[\s:]*|[.!?>\n])[\s\"'(\[{]*|(?<!\w)(?:give|giving|assign|award|say|deserves?|gets?|earns?|so|thus|therefore|hence|"
+    r"it is|it's|this is)(?:\s+(?:it|this|that|the\s+(?:reply|response|answer)))?(?:\s+an?)?\s*)"
+    r"(?:about|around|approximately|~)?\s*$",
     re.IGNORECASE,
 )
+_ENDS = re.compile(r"[\s.!)\]}\"'>]*(?:</\w+>)?\s*$")
+_AROUND = 80  # characters before a number that tell what it is
 PAUSE_S = 0.5  # before the first further attempt, doubled for each one after it
 AGAIN = (408, 409, 425, 429)  # and every 5xx
 
@@ -108,26 +125,79 @@ class Judge:
 def grade(text: str, scale: float) -> float | None:
     """The share of the best grade that a judge gives in its own words; None where that cannot be read for certain.
 
-    After its thinking, the first of these that there is: a number in [[double brackets]]; the number that all of it
-    ends with; the last one that is said to be out of something (7/10, 7 out of 10) or called a score, grade, rating,
-    mark or verdict; the only number.  Out of something else than `scale`, a range (7-8) or beyond it is no grade.
+    After its thinking, the first of these that there is, all of them alike: numbers in [[double brackets]]; those
+    called final, overall or total; those called a score, grade, rating, mark, verdict or the like, said to be out of
+    the scale (7/10, 7 out of 10), or the end of the text and alone in their sentence; the only number, where it is
+    given ("I give it a 7").  Two that differ, out of something else than `scale`, a range (7-8), a percentage or beyond
+    the scale is no grade.
     """
-    text = _DECIMAL_COMMA.sub(".", re.sub(r"[*_`]", "", thought_out(text))).strip()
-    found = [(match, _is_labelled(text, match)) for match in _GRADE.finditer(text)]
-    if bracketed := [match for match, _ in found if match["double"]]:
-        chosen = bracketed[-1]
-    elif found and not text[found[-1][0].end() :].strip(" .!)]}\"'\n"):
-        chosen = found[-1][0]
-    elif labelled := [match for match, is_labelled in found if is_labelled or match["of"]]:
-        chosen = labelled[-1]
-    elif len(found) == 1:
-        chosen = found[0][0]
-    else:
-        return None
-    value, best = float(chosen["double"] or chosen["value"]), float(chosen["of"] or scale)
-    plain = not (chosen["percent"] or chosen["range"] or chosen["minus"])
+    text = re.sub(r"[*_`$]", "", thought_out(text)).replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-")
+    text = _DECIMAL_COMMA.sub(".", re.sub(r"\\boxed\s*\{([^{}]*)\}", r"\1", text)).strip()
+    text = _without_scale(text, f"{scale:g}")
+    found = [match for match in _GRADE.finditer(text) if not _is_enumerator(text, match)]
+    if doubles := [match for match in found if match["double"]]:
+        return _agreed(doubles, scale)
+    found = _without_shares(text, found)
+    before = [text[max(0, match.start() - _AROUND) : match.start()] for match in found]
+    if finals := [match for match, said in zip(found, before, strict=True) if _FINAL.search(said)]:
+        return _agreed(finals, scale)
+    called = [match for match, said in zip(found, before, strict=True) if _LABEL.search(said)]
+    out_of = [match for match in found if match["of"] and match not in called]
+    last = (
+        found[-1:]
+        if found and _ENDS.match(text, found[-1].end()) and re.search(r"^[\s:]*$|[.!?\n]\s*$", before[-1])
+        else []
+    )
+    if graded := [*called, *(match for match in out_of if float(match["of"]) == scale), *last]:
+        return _agreed(graded, scale)
+    if len(found) == 1 and not out_of and _GIVEN.search(before[0]):
+        rest = text[found[0].end() :]
+        alone = re.fullmatch(r"\s*(?:points?|marks?)?[\s.!)\]}\"'>]*(?:</\w+>)?\s*", rest)
+        if alone or (before[0] and not re.match(r"\s*(?:out|of|/|percent|stars?|[.,:]?\d)", rest)):
+            return _agreed(found, scale)
+    return None
+
+
+def _without_scale(text: str, best: str) -> str:
+    """Without what only says what the scale is: "on a scale of 0 to 10", "(out of 10)" before the grade."""
+    best = re.escape(best)
+    text = re.sub(
+        rf"(?i)[(\[]?\s*(?:\bon\s+)?(?:\ba\s+)?(?:\bscale\s*(?:is|of|from|:)?\s*)?(?<![\d./])[01]\s*(?:-|to|\.\.)\s*{best}"
+        r"(?!\.?\d)(?:\s*scale)?\s*[)\]]?",
+        " ",
+        text,
+    )
+    return re.sub(rf"(?i)(?<=[a-z])\s*[(\[]?\s*(?<!\d )out\s+of\s+{best}(?!\.?\d)\s*[)\]]?\s*(?=[:=])", " ", text)
+
+
+def _is_enumerator(text: str, match: re.Match[str]) -> bool:
+    """Whether it numbers a line: "1. The reply …"."""
+    line = text.rfind("\n", 0, match.start()) + 1
+    return not text[line : match.start()].strip(" -(") and re.match(r"[.)] *\S", text[match.end() :]) is not None
+
+
+def _without_shares(text: str, found: list[re.Match[str]]) -> list[re.Match[str]]:
+    """Without numbers that say the one before them again, as a share: 7/10 (70%), 7/10 = 0.7."""
+    kept: list[re.Match[str]] = []
+    until = 0
+    for match in found:
+        if match.start() < until:
+            continue
+        kept.append(match)
+        share = _AS_SHARE.match(text, match.end()) if match["of"] and float(match["of"]) else None
+        if share is not None:
+            said = float(share["share"]) / (100.0 if share["percent"] else 1.0)
+            until = share.end() if abs(said - float(match["value"]) / float(match["of"])) < 1e-9 else 0
+    return kept
+
+
+def _agreed(found: list[re.Match[str]], scale: float) -> float | None:
+    """The share that all of them say."""
+    shares = {_share(match, scale) for match in found}
+    return shares.pop() if len(shares) == 1 else None
+
+
+def _share(match: re.Match[str], scale: float) -> float | None:
+    value, best = float(match["double"] or match["value"]), float(match["double_of"] or match["of"] or scale)
+    plain = not (match["percent"] or match["range"] or match["minus"])
     return value / scale if plain and best == scale and 0 <= value <= scale else None
-
-
-def _is_labelled(text: str, match: re.Match[str]) -> bool:
-    return _LABEL.search(text, 0, match.start()) is not None

@@ -155,8 +155,8 @@ def fill(template: str, values: Mapping[str, object], *, needed: Sequence[str] =
 
 
 def thought_out(reply: str) -> str:
-    """The reply after its thinking: what follows the last </think>."""
-    return reply.rpartition("</think>")[2]
+    """The reply after its thinking: what follows the last </think>, up to a <think> that does not end."""
+    return re.split("<think(?:ing)?>", re.split("</think(?:ing)?>", reply)[-1])[0]
 
 
 def matches(reply: str, pattern: str) -> float:

@@ -240,7 +240,8 @@ def test_answers_are_extracted_in_the_chosen_way():
     reply = "so 3 <answer> 4 </answer>"
     assert [extracted(reply, how) for how in ("tags", "number", "reply")] == ["4", "4", reply]
     assert extracted("none", "tags") is None
-    assert [extracted(said, "number") for said in ("so 1e5", "half is 1/2", "2.50", "none")] == ["100000", "1/2", "2.50", None]
+    said = ("so 1e5", "half is 1/2", "2.50", "none")
+    assert [extracted(one, "number") for one in said] == ["100000", "1/2", "2.50", None]
 
 
 @pytest.mark.parametrize(
