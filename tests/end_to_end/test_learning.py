@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from spmd_rl import batch_log, packing
 from spmd_rl.tokenizer import Tokenizer
 from tests.end_to_end.jobs import ROOT, Job, run
+from tests.recomputed import differences
 
 
 def _assert_done(job: Job, steps: int) -> None:
@@ -69,6 +70,10 @@ def test_the_trained_model_loads_in_transformers_and_says_what_the_engine_said(a
         prompt = torch.tensor(tokenizer.encode("<bos>" + rollout["text"][:2])[None].astype(np.int64))
         reply = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
         assert tokenizer.decode(reply) == rollout["text"]
+
+
+def test_its_numbers_are_what_batches_and_evaluations_say(asynchronous: Job) -> None:
+    assert differences(asynchronous.folder) == []
 
 
 def test_every_metric_is_documented(asynchronous: Job) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from spmd_rl import batch_log, packing
 from spmd_rl.types import Rollout
 from tests.end_to_end.jobs import ROOT, Job, environment, run
+from tests.recomputed import differences
 
 CONFIG = """
 [run]
@@ -125,6 +126,10 @@ def test_turns_in_segments_are_trained(misbehaving):
     steps = [step for step in misbehaving.metrics("step") if step["trainer/mismatch_tokens"]]
     assert steps and max(step["trainer/mismatch_kl"] for step in steps) < 1e-6
     assert misbehaving.probe_difference <= 1e-5
+
+
+def test_numbers_of_several_environments_are_what_batches_and_evaluations_say(misbehaving):
+    assert differences(misbehaving.folder) == []
 
 
 def test_a_pinned_evaluation_is_of_one_version(misbehaving):
