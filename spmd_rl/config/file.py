@@ -14,15 +14,19 @@ import inspect
 import itertools
 import json
 import math
+import re
 import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 from spmd_rl.config import rules
 from spmd_rl.config.settings import Config, Env
+
+DOC = re.compile(r"(.*?)\n\s*\[([^\]]*)\] (.*)", re.DOTALL)  # of a setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +71,31 @@ def dump(config: Config) -> str:
 
 
 def describe() -> str:
-    """Every setting with its default and its docstring, a line each."""
+    """Every setting with its default, its unit, its meaning and what it moves, a line each."""
     lines = []
     for section, cls in sections().items():
         lines.append(f"[{section}]  {inspect.getdoc(cls)}")
         docs = field_docs(cls)
         for f in fields(cls):
-            lines.append(f"  {f.name} = {default(f)}  # {docs[f.name]}")
+            doc = docs[f.name]
+            unit = "" if doc.unit == "-" else f" [{doc.unit}]"
+            lines.append(f"  {f.name} = {default(f)}{unit}  # {doc.meaning}; moves: {doc.moves}")
     return "\n".join(lines)
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a settings class."""
+class Doc(NamedTuple):
+    """What is said of a setting."""
+
+    meaning: str
+    unit: str  # "-" where there is none
+    moves: str  # what moves when it is raised, or chosen
+
+
+def field_docs(cls: type) -> dict[str, Doc]:
+    """The string under each field of a settings class: its meaning, then "[unit] what it moves" on a new line."""
     body = ast.parse(inspect.getsource(cls)).body[0].body
     return {
-        node.target.id: after.value.value
+        node.target.id: Doc(*(" ".join(part.split()) for part in DOC.fullmatch(after.value.value).groups()))
         for node, after in itertools.pairwise(body)
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }

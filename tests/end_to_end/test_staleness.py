@@ -31,7 +31,7 @@ def run(run_dir: Path, *settings: str, num_steps: int = 8, ranks: int = 2) -> di
     ledger = end["ledger"]
     assert ledger["admitted"] == sum(ledger["rollouts"][name] for name in ENDS)
     assert ledger["generated_tokens"] == sum(ledger["tokens"][name] for name in ENDS) + ledger["wasted_tokens"]
-    assert ledger["rollouts"]["trained"] + ledger["rollouts"]["failed"] >= 16 * num_steps
+    assert sum(ledger["rollouts"][end] for end in ("trained", "failed", "filtered")) >= 16 * num_steps
     assert differences(run_dir) == []
     for record in steps(run_dir):
         assert record["age/max_staleness"] == end["max_staleness"] and record["age/bound"] == end["age_bound"]
@@ -123,14 +123,14 @@ def test_two_engines_and_two_trainers_keep_the_bound_and_the_ledger(on_update, t
 def test_numbers_of_two_trainers_with_several_optimizer_steps_a_batch_are_what_is_on_disk(tmp_path):
     """Replies to vowels are all cut off here, those of the other environment end by themselves."""
     several = ("trainer.num_minibatches=2", "trainer.num_epochs=2", "trainer.entropy=0.01", "trainer.warmup_steps=5")
-    ship = (
-        "staleness.gate=ship",
-        "staleness.max_staleness=1",
-        "staleness.queue_size=16",
+    ship = ("staleness.gate=ship", "staleness.max_staleness=1", "staleness.queue_size=16")
+    env = (
+        "env.lookup.path=spmd_rl.envs.lookup:Lookup",
+        "eval.samples=3",
+        "eval.every=3",
         "trainer.mask_truncated=true",
     )
-    env = ("env.lookup.path=spmd_rl.envs.lookup:Lookup", "eval.samples=3", "eval.every=3", "topology.trainer=2")
-    run(tmp_path / "run", *SMALL, *several, *ship, *env, ranks=3)
+    run(tmp_path / "run", *SMALL, *several, *ship, *env, "topology.trainer=2", ranks=3)
     assert all(step["trainer/computed_tokens"] == step["trainer/tokens"] for step in steps(tmp_path / "run"))
 
 

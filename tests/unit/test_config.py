@@ -1,3 +1,4 @@
+import dataclasses
 import datetime
 import math
 import re
@@ -9,7 +10,8 @@ import pytest
 from spmd_rl import config
 
 TREE = {"model": {"path": "x"}, "env": {"a": {"path": "m:C", "args": {"n": [1, 2.5e-7], "text": 'é "quoted"'}}}}
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
 def _write(tmp_path: Path) -> Path:
@@ -161,9 +163,18 @@ def test_old_data_without_a_correction_is_warned_about() -> None:
     )
 
 
-def test_every_setting_has_a_docstring() -> None:
-    for section in config.sections().values():
-        assert config.field_docs(section).keys() == section.__dataclass_fields__.keys()
+NO_UNIT = {"seed", "rank"}  # whole numbers that count nothing
+
+
+@pytest.mark.parametrize("section", config.sections())
+def test_every_setting_tells_its_meaning_its_unit_and_what_it_moves(section: str) -> None:
+    cls, metrics = config.sections()[section], (ROOT / "docs" / "metrics.md").read_text()
+    docs = config.field_docs(cls)
+    assert docs.keys() == cls.__dataclass_fields__.keys()
+    for field in dataclasses.fields(cls):
+        doc = docs[field.name]
+        assert doc.meaning and doc.moves and (doc.unit != "-" or field.type != "int" or field.name in NO_UNIT), field
+        assert [name for name in re.findall("`[^`]+`", doc.moves) if name not in metrics] == [], field.name
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -130,6 +130,7 @@ RUNS = {
     },
     "dropped for their age": {
         "staleness": {"max_staleness": 1, "max_age": 1, "over_age": "drop", "order": "completion"},
+        "eval": {"every": 2, "num_tasks": 3, "samples": 5, "pin": True},
         "trainer": {"mask_truncated": True, "num_epochs": 3, "advantage": "dr_grpo"},
     },
     "over the batch, rejected, shared prompts": {
@@ -179,6 +180,13 @@ def test_a_number_that_is_not_on_disk_is_found(
 
 
 SEVERAL = {"engine/rankR/…", "rollouts", "version", "pause_s"}  # where there are several engines
+GENERAL = {
+    r"^eval/fake/(avg|pass)@.*": r"eval/ENV/\1@K",
+    r"^eval/fake/": "eval/ENV/",
+    r"^reward/[^/]+$": "reward/ENV",
+    r"^reward/.*/.*": "reward/ENV/PART",
+    r"^failures/.*": "failures/NAME",
+}
 ELSEWHERE = {"probe/kl", "probe/max_difference", "probe/tokens"}  # tests of the probe show them
 
 
@@ -189,13 +197,12 @@ def described(heading: str) -> set[str]:
     return {name for row in re.findall(r"^\| (`.*?) \|", section, re.M) for name in re.findall(r"`([^`]+)`", row)}
 
 
-@pytest.mark.parametrize("kind", ["step", "probe", "interval"])
+@pytest.mark.parametrize("kind", ["step", "probe", "interval", "eval"])
 def test_what_is_described_is_written_and_the_other_way_round(
     kind: str, played: dict[str, tuple[Path, list[dict]]]
 ) -> None:
     written = {name for _, lines in played.values() for line in lines if line["kind"] == kind for name in line}
-    kinds = {r"^reward/[^/]+$": "reward/ENV", r"^reward/.*/.*": "reward/ENV/PART", r"^failures/.*": "failures/NAME"}
-    for pattern, name in kinds.items():
+    for pattern, name in GENERAL.items():
         written = {re.sub(pattern, name, one) for one in written}
     if kind == "interval":
         written = {name for name in written if not name.startswith("engine/")}  # told of with the steps
