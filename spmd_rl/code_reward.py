@@ -20,7 +20,7 @@ from pathlib import Path
 from spmd_rl import judged_program
 from spmd_rl.sandbox import OUTPUT_BYTES, Program, Sandbox
 
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*(.*?)[ \t]*$")
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*(.*?)\s*$")
 _PYTHON = {"python", "py", "python3", "py3", "python2", "ipython", "ipython3"}
 
 

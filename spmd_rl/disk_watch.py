@@ -79,9 +79,9 @@ def _files(paths: list[Path]) -> Iterator[tuple[str, tuple[int, int, int]]]:
 
 
 def _of(path: str) -> tuple[str, tuple[int, int, int]] | None:
-    """None where it has gone meanwhile: renamed, most likely."""
+    """None where it cannot be seen: renamed meanwhile, most likely, or on a server that has lost it for now."""
     try:
         found = os.stat(path)
-    except FileNotFoundError:
+    except OSError:
         return None
     return path, (found.st_size, found.st_blocks, found.st_mtime_ns)

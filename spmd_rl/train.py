@@ -1,7 +1,7 @@
 """The program: join the world, become a role, end in one of three ways.
 
     done     exit code 0
-    stopped  exit code 143 (SIGTERM) or 130 (SIGINT), on every rank, with a complete checkpoint
+    stopped  exit code 143 (SIGTERM), 130 (SIGINT) or 129 (SIGHUP), on every rank, with a complete checkpoint
     failed   exit code 1, the first error of the job named once with its rank; 2 for what the user wrote
 
 Every rank runs this file in the same order; what differs is behind one `match`.

@@ -73,8 +73,11 @@ def chosen(reply: str, choices: Sequence[str]) -> str | None:
     ruled out ("not A"); the one choice whose text stands in it.
     """
     text = re.sub(r"[*_`$]|\\(?:text|mathrm|mathbf)\s*(?=\{)", "", thought_out(reply)).strip()
-    by_text = {_bare(choice): letter for letter, choice in zip(string.ascii_uppercase, choices, strict=False)}
-    letters = "".join(by_text.values())
+    letters, texts = string.ascii_uppercase[: len(choices)], [_bare(choice) for choice in choices]
+    for whole in (thought_out(reply).strip(), text):
+        if choices.count(whole) == 1:
+            return letters[choices.index(whole)]
+    by_text = {bare: letter for letter, bare in zip(letters, texts, strict=True) if bare and texts.count(bare) == 1}
     for read in (_whole, _boxed, _named, _marked, _alone, _mentioned):
         if found := read(text, letters, by_text):
             return found.pop() if len(found) == 1 else None
@@ -142,7 +145,14 @@ def _marked(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
 
 
 def _alone(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
-    found = _letters(text, letters)
+    """A letter within the text of a choice does not stand alone: C in "it is vitamin C"."""
+    named = [bare for bare in by_text if len(bare) > 1]
+    inside = [match.span() for bare in named for match in re.finditer(re.escape(bare), text, re.IGNORECASE)]
+    found = [
+        (m, letter)
+        for m, letter in _letters(text, letters)
+        if not any(first <= m.start() < last for first, last in inside)
+    ]
     ruled_out = [re.search(_RULED_OUT, text[: m.start()]) or re.match(_WRONG, text[m.end() :]) for m, _ in found]
     kept = [one for one, out in zip(found, ruled_out, strict=True) if not out]
     if not kept:

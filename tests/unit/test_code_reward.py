@@ -229,6 +229,7 @@ def test_a_program_that_does_not_add_passes_none(shares, name):
         ("```python\na = 1\n```\n```\nb = 2\n```", "b = 2\n"),
         ("```\nprint(1)\n```", "print(1)\n"),
         ("```python\r\na = 1\r\n```", "a = 1\r\n"),
+        ("```python\r\na = 1\r\n```\r\nIt prints:\r\n```\r\n5\r\n```\r\n", "a = 1\r\n"),
         ("a = 1", "a = 1"),
         ("so `a = 1` it is\n```python\nb = 2\n```", "b = 2\n"),
         ("```python\na = 1\n```\n```javascript\nlet a\n```", "a = 1\n"),

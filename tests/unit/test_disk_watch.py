@@ -48,6 +48,11 @@ def test_what_lies_still_or_elsewhere_does_not_move(tmp_path):
     ]
 
 
+def test_what_cannot_be_looked_at_does_not_end_the_watch(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert _sizes(tmp_path / "file" / "step_5") == {}
+
+
 def test_what_is_read_back_moves_while_it_is_being_written(tmp_path):
     watch = DiskWatch()
     watch.tick("main")

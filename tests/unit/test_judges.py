@@ -595,6 +595,16 @@ def test_the_chosen_letter(reply, letter):
         ("Answer: dark blue", ["red", "blue", "dark blue"], "C"),
         ("E", ["a", "b", "c", "d", "e"], "E"),
         ("I", ["a"] * 8 + ["b"], "I"),
+        ("It is vitamin C.", ["A cell", "Vitamin C", "Paris"], "B"),
+        ("So hepatitis B, I think", ["Hepatitis A", "Rabies", "Hepatitis B"], "C"),
+        ("Not vitamin C, so A", ["Vitamin A", "Vitamin C"], "A"),
+        ("It is dopa D2 and C", ["dopa D2", "D2", "x"], "C"),
+        ("A", ["[0,1]", "(0,1)", "[0,1)"], "A"),
+        ("(0,1)", ["[0,1]", "(0,1)", "[0,1)"], "B"),
+        ("The answer is B", ["5!", "5", "25"], "B"),
+        ("$5!$", ["5!", "5", "25"], "A"),
+        ("Pp", ["PP", "pp", "Pp"], "C"),
+        ("it is pp", ["PP", "pp", "Pp"], None),
     ],
 )
 def test_the_chosen_text(reply, choices, letter):
