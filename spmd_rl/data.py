@@ -1,24 +1,23 @@
-"""Rows of JSONL or Parquet files as tasks: epoch after epoch, each shuffled by the seed alone.
+"""Rows of files as tasks: epoch after epoch, each shuffled by the seed alone.
 
 Given a file or a folder of files (in order of name) and which of our names is which column.  Promises: the same rows
 and seed give the same tasks in the same order; a task's id is the number of its row; rows that are appended while a run
 is stopped join with the next epoch, so that each epoch has every row that was there when it began exactly once.
-The files are read when their tasks are asked for.  Parquet needs the extra `parquet`.
+The files are read when their tasks are asked for, and every row of them is checked before the first task is there.
 Knows nothing of prompts, models or rewards.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from spmd_rl.row_files import Row, row_files, rows_of, value_at
 from spmd_rl.types import Task
 
-SUFFIXES = (".jsonl", ".parquet")
-Row = dict[str, object]
+Check = Callable[[Row], Row]  # a row with our names as the data of its task; ValueError says what of it is wrong
 
 
 class Dataset:
@@ -27,19 +26,21 @@ class Dataset:
     def __init__(
         self,
         *,
-        path: str,  # a .jsonl or .parquet file, or a folder of them
-        fields: Mapping[str, str],  # name in the task's data -> column; "a.b" is b in the table of column a
+        path: str,  # a file of rows (spmd_rl.row_files), or a folder of them
+        fields: Mapping[str, str],  # name in the task's data -> column; "a.b" is b in the object of column a
+        optional: Sequence[str] = (),  # columns that keep their names, and are in all rows or in none
+        check: Check | None = None,
         eval_path: str = "",  # of the split "eval"
         holdout: int = 0,  # without eval_path: so many rows from the end are not trained on but make the split "eval"
         max_epochs: int = 0,  # times that each row is trained on; 0: no end
     ) -> None:
-        if holdout < 0 or max_epochs < 0 or (eval_path and holdout):
-            raise ValueError(
-                f"data {path}: holdout = {holdout} and max_epochs = {max_epochs} must be at least 0, and eval_path "
-                f"{eval_path!r} leaves nothing to hold out"
-            )
-        self._path, self._eval_path, self._fields = path, eval_path, dict(fields)
-        self._holdout, self._max_epochs = holdout, max_epochs
+        self._path = Path(_name(path, "path"))
+        self._eval_path = Path(_name(eval_path, "eval_path")) if eval_path else None
+        self._fields = {name: _name(column, name) for name, column in fields.items()}
+        self._optional, self._check = tuple(optional), check
+        self._holdout, self._max_epochs = _count(holdout, "holdout"), _count(max_epochs, "max_epochs")
+        if eval_path and holdout:
+            raise ValueError(f"holdout = {holdout}: eval_path {eval_path!r} leaves nothing to hold out")
 
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
         if split == "eval":
@@ -47,7 +48,7 @@ class Dataset:
         return self._train_tasks(seed)
 
     def _train_tasks(self, seed: int) -> Iterator[Task]:
-        rows = read_rows(Path(self._path), self._fields)
+        rows = self._rows(self._path)
         rows = rows[: max(0, len(rows) - self._holdout)]
         if not rows:
             raise ValueError(f"data {self._path}: no rows are left to train on, holdout = {self._holdout}")
@@ -61,10 +62,17 @@ class Dataset:
         """In the order of the files."""
         if not self._eval_path and not self._holdout:
             raise ValueError(f"data {self._path}: give eval_path or holdout to evaluate, or set eval.every = -1")
-        rows = read_rows(Path(self._eval_path or self._path), self._fields)
+        if self._eval_path and (both := _resolved(self._path) & _resolved(self._eval_path)):
+            raise ValueError(
+                f"eval_path {self._eval_path}: {min(both)} is trained on too; name another file, or use holdout"
+            )
+        rows = self._rows(self._eval_path or self._path)
         first = 0 if self._eval_path else max(0, len(rows) - self._holdout)
         for i in range(first, len(rows)):
             yield Task(env="", task_id=f"eval {i}" if self._eval_path else str(i), data=rows[i])
+
+    def _rows(self, path: Path) -> list[Row]:
+        return read_rows(path, self._fields, optional=self._optional, check=self._check)
 
 
 class Epochs(Iterator[Task]):
@@ -121,40 +129,57 @@ class Epochs(Iterator[Task]):
             yield from order
 
 
-def read_rows(path: Path, fields: Mapping[str, str]) -> list[Row]:
-    """All rows, each with our names only; ValueError says which row lacks what."""
-    files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise ValueError(f"data {path}: no such file, or no {' or '.join(SUFFIXES)} file in it")
-    return [_pick(row, fields, where) for file in files for where, row in _read(file)]
+def read_rows(
+    path: Path,
+    fields: Mapping[str, str],
+    *,
+    optional: Sequence[str] = (),  # columns that keep their names, and are in all rows or in none
+    check: Check | None = None,
+) -> list[Row]:
+    """All rows, each with our names only, as `check` gives them back.
+
+    ValueError tells the first row that lacks a column or that `check` refuses, and how many more there are.
+    """
+    rows: list[Row] = []
+    there: list[str] | None = None  # of the optional columns, in the first row
+    num_wrong, first = 0, ""
+    for file in row_files(path):
+        for where, row in rows_of(file, [*fields.values(), *optional]):
+            try:
+                picked = {name: _picked(row, column, name) for name, column in fields.items()}
+                found = [column for column in optional if column in row]
+                there = found if there is None else there
+                if found != there:
+                    column = next(column for column in optional if (column in found) != (column in there))
+                    raise ValueError(f"column {column!r}, which the prompt names, is in some of the rows only")
+                picked |= {column: row[column] for column in found}
+                rows.append(check(picked) if check else picked)
+            except ValueError as error:
+                first, num_wrong = first or f"data {where}: {error}", num_wrong + 1
+    if num_wrong:
+        raise ValueError(first + (f" (and {num_wrong - 1} more rows are refused)" if num_wrong > 1 else ""))
+    return rows
 
 
-def _read(file: Path) -> Iterator[tuple[str, Row]]:
-    if file.suffix == ".parquet":
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            raise ValueError(f"data {file}: Parquet needs pip install 'spmd_rl[parquet]'") from error
-        for i, row in enumerate(parquet.read_table(file).to_pylist()):
-            yield f"{file} row {i}", row
-        return
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield f"{file} line {number}", json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"data {file} line {number}: {error}") from error
+def _picked(row: Row, column: str, name: str) -> object:
+    try:
+        return value_at(row, column)
+    except KeyError:
+        raise ValueError(f"no column {column!r} (for {name!r}); it has: {', '.join(map(str, row))}") from None
 
 
-def _pick(row: Row, fields: Mapping[str, str], where: str) -> Row:
-    picked = {}
-    for name, column in fields.items():
-        value: object = row
-        for part in column.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                have = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
-                raise ValueError(f"data {where}: no column {column!r} (for {name!r}); it has: {have}")
-            value = value[part]
-        picked[name] = value
-    return picked
+def _resolved(path: Path) -> set[Path]:
+    """The files of rows that are there."""
+    return {file.resolve() for file in row_files(path)} if path.exists() else set()
+
+
+def _count(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{what} = {value!r}: must be a whole number, at least 0")
+    return value
+
+
+def _name(value: object, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{what} = {value!r}: must be a name")
+    return value

@@ -1,6 +1,6 @@
 """Multiple choice from a file: the letter that the reply ends with is judged.
 
-The answer's column holds the letter, the number of the choice (from 0) or its text.
+The answer's column holds the letter or label of a choice, its text, or (as a number) its place from 0.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 
-from spmd_rl.data import Dataset
+from spmd_rl.data import Dataset, Row
 from spmd_rl.envs import Data
+from spmd_rl.envs.prompts import Prompt, json_in, text_of
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.rewards import fill, thought_out
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.rewards import thought_out
+from spmd_rl.tokenizer import Messages, Tokenizer
+from spmd_rl.user_code import shown
 
 _NAMED = r"(?:\b(?:answer|choice)(?:\s+(?:is|was|must be|should be|would be))?\s*[:=]?\s*(?:option|choice|letter)?|"
 _NAMED += r"\b(?:option|choose|pick|select|go with)\s*:?)\s*"
 _WRONG = r"(?:\s*(?:,|and|or|/)\s*[A-Z](?!\w))*\W*\s(?:is|are|was|were|can't|cannot)\s+(?:\w+\s+)?"
 _WRONG += r"(?:wrong|incorrect|false|not|out)\b"
 _RULED_OUT = r"(?i)\b(?:not|isn't|is not|rather than|instead of|than|unlike|exclude|eliminate|ruled? out|reject)\s+\W*$"
+_ARC = {"text", "label"}
 
 
 class Choice:
@@ -33,35 +36,96 @@ class Choice:
         eval_path: str = "",
         holdout: int = 0,  # rows at the end that are evaluated instead of trained on
         max_epochs: int = 0,  # 0: no end
-        question: str = "question",  # column
-        choices: str = "choices",  # column
-        answer: str = "answer",  # column
+        question: str = "question",  # column: a text, or a list of messages
+        choices: str = "choices",  # column, as `choices_of` reads it
+        answer: str = "answer",  # column, as `right` reads it
         prompt: str = "{question}\n{choices}\nReply with the letter of the right answer.",
     ) -> None:
-        fields = {"question": question, "choices": choices, "answer": answer}
-        rows = Dataset(path=path, fields=fields, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs)
-        self.tasks = rows.tasks
-        self._prompt = prompt
+        self._prompt = Prompt(prompt, needed=("question", "choices"), column=question, hidden=[answer])
+        self.tasks = Dataset(
+            path=path,
+            fields={"question": question, "choices": choices, "answer": answer},
+            optional=self._prompt.columns,
+            check=self._check,
+            eval_path=eval_path,
+            holdout=holdout,
+            max_epochs=max_epochs,
+        ).tasks
+        self._choices, self._answer = choices, answer
         self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout
 
-    def prompt(self, data: Data) -> str:
+    def prompt(self, data: Data) -> Messages:
         lines = [f"{letter}) {text}" for letter, text in zip(string.ascii_uppercase, data["choices"], strict=False)]
-        return fill(self._prompt, {"question": data["question"], "choices": "\n".join(lines)})
+        return self._prompt.messages(data, choices="\n".join(lines))
 
     def reward(self, data: Data, reply: str) -> float:
-        return float(chosen(reply, data["choices"]) == right(data["answer"], data["choices"]))
+        return float(chosen(reply, data["choices"]) == string.ascii_uppercase[data["answer"]])
+
+    def _check(self, row: Row) -> Row:
+        choices, labels = choices_of(row["choices"], self._choices)
+        try:
+            _refuse_two_readings(row["answer"], row["choices"])
+            answer = string.ascii_uppercase.index(right(row["answer"], choices, labels))
+        except ValueError as error:
+            raise ValueError(f"column {self._answer!r}: {error}") from None
+        return self._prompt.check(row) | {"choices": choices, "answer": answer}
 
 
-def right(answer: object, choices: Sequence[str]) -> str:
-    """The letter of the right choice; ValueError where the row does not say it."""
+def choices_of(value: object, column: str) -> tuple[list[str], list[str]]:
+    """The texts of the choices and the labels that the row gives them, [] where it gives none.
+
+    A list of texts or numbers; letters with texts {"A": "red", …}; {"text": […], "label": […]} as ARC has it, or a list
+    of {"text": …, "label": …}; any of these as JSON in a string.
+    """
+    value = json_in(value, ("[", "{"))
+    labels: list[object] = []
+    if isinstance(value, Mapping) and value.keys() == _ARC:
+        value, labels = value["text"], value["label"]
+    elif isinstance(value, Mapping):
+        value, labels = [value[key] for key in sorted(value)], sorted(value)
+    elif isinstance(value, list) and value and all(isinstance(v, Mapping) and v.keys() == _ARC for v in value):
+        value, labels = [v["text"] for v in value], [v["label"] for v in value]
+    if not isinstance(value, list) or not isinstance(labels, list) or not 2 <= len(value) <= 26:
+        raise ValueError(f"column {column!r} has {shown(value)}, wanted is a list of 2 to 26 choices")
+    texts, names = [text_of(v, column).strip() for v in value], [text_of(v, column).strip() for v in labels]
+    for several in (texts, names):
+        if twice := [text for text in several if several.count(text) > 1]:
+            raise ValueError(f"column {column!r} has {twice[0]!r} twice, wanted are choices that differ")
+    if labels and len(labels) != len(texts):
+        raise ValueError(f"column {column!r} has {len(texts)} choices and {len(labels)} labels")
+    if any(name.isalpha() for name in names) and "".join(names) != string.ascii_uppercase[: len(names)]:
+        raise ValueError(f"column {column!r} has the labels {names}, wanted are A, B, … in order, or numbers")
+    return texts, names
+
+
+def right(answer: object, choices: Sequence[str], labels: Sequence[str] = ()) -> str:
+    """The letter of the right choice; ValueError where the row does not say it, or says two.
+
+    A number counts from 0; a string is a label, where the row gives some, else a letter or the text of a choice.
+    """
     letters = string.ascii_uppercase[: len(choices)]
-    if isinstance(answer, int) and 0 <= answer < len(choices):
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return letters[answer]
-    if answer in choices:
-        return letters[list(choices).index(answer)]
-    if isinstance(answer, str) and len(letter := answer.strip().upper()) == 1 and letter in letters:
-        return letter
-    raise ValueError(f"the answer {answer!r} is none of {list(choices)}, nor a letter or number of one")
+    if isinstance(answer, str):
+        text = answer.strip()
+        if text in labels:
+            return letters[list(labels).index(text)]
+        found = {letters[list(choices).index(text)]} if text in choices else set()
+        if not labels and len(letter := text.strip("().").upper()) == 1 and letter in letters:
+            found.add(letter)
+        if len(found) == 1:
+            return found.pop()
+        if found:
+            raise ValueError(f"the answer {answer!r} is a letter, and the text of another one of {list(choices)}")
+    names = list(labels) or f"{letters[0]} to {letters[-1]}, or 0 to {len(choices) - 1} as a number"
+    raise ValueError(f"the answer {shown(answer)} is none of {list(choices)}, nor one of {names}")
+
+
+def _refuse_two_readings(answer: object, choices: object) -> None:
+    """Of a number among numbers: the place of a choice, and another choice."""
+    numbers = [one for one in choices if isinstance(one, int | float)] if isinstance(choices, list) else []
+    if isinstance(answer, int) and answer in numbers and choices[answer : answer + 1] != [answer]:
+        raise ValueError(f"the answer {answer!r} is the place of a choice, and another one of {choices}")
 
 
 def chosen(reply: str, choices: Sequence[str]) -> str | None:

@@ -6,10 +6,12 @@ The code runs in `spmd_rl.sandbox`, which says what that keeps out.
 from __future__ import annotations
 
 from spmd_rl.code_reward import code_of
-from spmd_rl.data import Dataset
+from spmd_rl.data import Dataset, Row
 from spmd_rl.envs import Generate, judged
+from spmd_rl.envs.answers import answers_of, checked_answer
 from spmd_rl.envs.chat import Chat, with_tool
-from spmd_rl.rewards import after, last_number_equals
+from spmd_rl.envs.prompts import Prompt
+from spmd_rl.rewards import last_number_equals
 from spmd_rl.sandbox import Execution, Sandbox
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Rollout, Task
@@ -32,8 +34,8 @@ class PythonTool:
         eval_path: str = "",
         holdout: int = 0,  # rows at the end that are evaluated instead of trained on
         max_epochs: int = 0,  # 0: no end
-        question: str = "question",  # column
-        answer: str = "answer",  # column
+        question: str = "question",  # column: a text, or a list of messages without a system message
+        answer: str = "answer",  # column: a number, or a list of them of which each is right
         answer_after: str = "####",  # the answer proper follows this mark, where there is one
         max_calls: int = 3,
         timeout_s: float = 5.0,  # of a run
@@ -42,20 +44,25 @@ class PythonTool:
         tool_role: str = "user",  # of the output's message; "tool" where the chat template knows it
         on_rewrite: str = "segment",  # as in spmd_rl.envs.chat
     ) -> None:
+        self._prompt = Prompt(system=SYSTEM, column=question, hidden=[answer])
         fields = {"question": question, "answer": answer}
-        rows = Dataset(path=path, fields=fields, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs)
-        self.tasks = rows.tasks
-        self._tokenizer, self._mark, self._max_calls = tokenizer, answer_after, max_calls
+        self.tasks = Dataset(
+            path=path, fields=fields, check=self._check, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs
+        ).tasks
+        self._tokenizer, self._column, self._mark, self._max_calls = tokenizer, answer, answer_after, max_calls
         self._tool_role, self._on_rewrite = tool_role, on_rewrite
         self._sandbox = Sandbox(num=num_processes, timeout_s=timeout_s, memory_bytes=memory_mib << 20)
 
+    def _check(self, row: Row) -> Row:
+        answer = checked_answer(row["answer"], self._column, mark=self._mark, judge="number")
+        return self._prompt.check(row) | {"answer": answer}
+
     async def rollout(self, task: Task, generate: Generate) -> Rollout:
-        question = {"role": "user", "content": task.data["question"]}
         chat = Chat(
             tokenizer=self._tokenizer,
             task=task,
             generate=generate,
-            messages=[{"role": "system", "content": SYSTEM}, question],
+            messages=self._prompt.messages(task.data),
             on_rewrite=self._on_rewrite,
         )
         runs: list[Execution] = []
@@ -67,7 +74,7 @@ class PythonTool:
             return shown(runs[-1])
 
         reply = await with_tool(chat, tool, role=self._tool_role, max_calls=self._max_calls)
-        answer = last_number_equals(reply, after(str(task.data["answer"]), self._mark))
+        answer = max(last_number_equals(reply, one) for one in answers_of(task.data["answer"], self._mark))
         ran = sum(run.ok for run in runs) / len(runs) if runs else None
         return judged(chat.rollout, {"answer": answer, "ran": ran}, {"answer": 1.0, "ran": 0.0})
 

@@ -1,4 +1,4 @@
-"""Questions with known answers from a file: GSM8K as it is, and any rows of JSONL or Parquet by naming their columns.
+"""Questions with known answers from a file: GSM8K as it is, and any rows by naming their columns.
 
 [env.gsm8k]
 path = "spmd_rl.envs.questions:Questions"
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 
-from spmd_rl.data import Dataset
+from spmd_rl.data import Dataset, Row
 from spmd_rl.envs import Data
+from spmd_rl.envs.answers import answers_of, checked_answer
+from spmd_rl.envs.prompts import Prompt
 from spmd_rl.envs.single_turn import SingleTurn
 from spmd_rl.math_reward import math_equals
-from spmd_rl.rewards import after, contains_word, exact, fill, last_number_equals, matches
+from spmd_rl.rewards import contains_word, exact, last_number_equals, matches
 from spmd_rl.tokenizer import Messages, Tokenizer
 from spmd_rl.workers import Workers
 
@@ -31,12 +33,12 @@ class Questions:
         eval_path: str = "",
         holdout: int = 0,  # rows at the end that are evaluated instead of trained on
         max_epochs: int = 0,  # 0: no end
-        question: str = "question",  # column
-        answer: str = "answer",  # column
-        answer_after: str = "####",  # the answer proper follows this mark, where there is one
+        question: str = "question",  # column: a text, or a list of messages
+        answer: str = "answer",  # column: a text or number, or a list of them of which each is right
+        answer_after: str = "####",  # the answer proper follows this mark, where there is one; "" for none
         judge: str = "number",  # number: the reply's last one | exact | word: stands in the reply | math: math-verify
         tolerance: float = 0.0,  # of judge = number
-        prompt: str = "{question}",
+        prompt: str = "{question}",  # other columns are filled in by name too
         system: str = "",
         form: str = "",  # regular expression of the whole reply
         form_weight: float = 0.1,
@@ -48,11 +50,18 @@ class Questions:
             re.compile(form)
         except re.error as error:
             raise ValueError(f"questions: form = {form!r} is no regular expression: {error}") from error
-        fields = {"question": question, "answer": answer}
-        rows = Dataset(path=path, fields=fields, eval_path=eval_path, holdout=holdout, max_epochs=max_epochs)
-        self.tasks = rows.tasks
-        self._mark, self._judge, self._tolerance = answer_after, judge, tolerance
-        self._prompt, self._system, self._form = prompt, system, form
+        self._prompt = Prompt(prompt, system=system, column=question, hidden=[answer])
+        self.tasks = Dataset(
+            path=path,
+            fields={"question": question, "answer": answer},
+            optional=self._prompt.columns,
+            check=self._check,
+            eval_path=eval_path,
+            holdout=holdout,
+            max_epochs=max_epochs,
+        ).tasks
+        self._column, self._mark = answer, answer_after
+        self._judge, self._tolerance, self._form = judge, tolerance, form
         self._workers = Workers(timeout_s=timeout_s)
         weights = {"answer": 1.0 - form_weight, "form": form_weight} if form else None
         self.rollout = SingleTurn(
@@ -60,12 +69,14 @@ class Questions:
         ).rollout
 
     def prompt(self, data: Data) -> Messages:
-        user = {"role": "user", "content": fill(self._prompt, {"question": data["question"]})}
-        return [{"role": "system", "content": self._system}, user] if self._system else [user]
+        return self._prompt.messages(data)
+
+    def _check(self, row: Row) -> Row:
+        answer = checked_answer(row["answer"], self._column, mark=self._mark, judge=self._judge)
+        return self._prompt.check(row) | {"answer": answer}
 
     async def reward(self, data: Data, reply: str) -> dict[str, float | None]:
-        given = data["answer"] if isinstance(data["answer"], list) else [data["answer"]]  # any of several is right
-        answers = [after(str(answer), self._mark) for answer in given]
+        answers = answers_of(data["answer"], self._mark)
         form = await self._workers.call(matches, reply, self._form) if self._form else None
         return {"answer": await self._score(reply, answers), "form": form}
 

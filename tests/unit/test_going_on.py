@@ -61,6 +61,7 @@ def whole(tmp_path_factory):
     root = tmp_path_factory.mktemp("going_on") / "whole"
     tiny_model.make(root / "model")
     write(root / "rows.jsonl", ROWS)
+    write(root / "eval.jsonl", ROWS)
     (root / "job.toml").write_text(JOB)
     made = config(root)
     start = prepared(made)
@@ -84,7 +85,7 @@ def lineage(whole, tmp_path):
 
 
 def rows_with(number: int) -> list[dict]:
-    return [row | {"answer": "changed"} if i == number else row for i, row in enumerate(ROWS)]
+    return [row | {"answer": "99"} if i == number else row for i, row in enumerate(ROWS)]
 
 
 REFUSED = [
@@ -128,7 +129,7 @@ def test_a_drawn_row_that_is_edited_in_place_is_refused_and_one_that_is_not_draw
     tasks = prepared(config(root)).tasks.train
     left = [next(tasks) for _ in range(len(ROWS) - DRAWN)]
     assert {task.task_id for task in left} == {str(i) for i in range(len(ROWS))} - set(drawn)
-    assert {task.task_id for task in left if task.data["answer"] == "changed"} == {undrawn}
+    assert {task.task_id for task in left if task.data["answer"] == "99"} == {undrawn}
 
 
 ALLOWED = [
@@ -144,7 +145,7 @@ ALLOWED = [
         ["inference.max_seq_len 64 → 99", "model.dtype auto → bfloat16"],
     ),
     (["topology.trainer=2"], ["topology.trainer 1 → 2"]),
-    (["eval.every=0", "env.q.args.eval_path=@/rows.jsonl"], ["eval.every -1 → 0", "evaluations are of other tasks"]),
+    (["eval.every=0", "env.q.args.eval_path=@/eval.jsonl"], ["eval.every -1 → 0", "evaluations are of other tasks"]),
     ([], ["changed: env.q.args.path /", "; model.path /"]),  # the same content in another place
 ]
 
@@ -153,7 +154,7 @@ ALLOWED = [
 def test_what_changes_nothing_that_was_drawn_goes_on_and_is_told(lineage, capsys, settings, lines):
     root, drawn = lineage
     settings = [setting.replace("@", str(root)) for setting in settings]
-    write(root / "rows.jsonl", [*ROWS, {"question": "new?", "answer": "new"}])  # joins with the next epoch
+    write(root / "rows.jsonl", [*ROWS, {"question": "new?", "answer": "13"}])  # joins with the next epoch
     start = prepared(config(root, *settings))
     said = capsys.readouterr().out
     assert "resuming from" in said and all(line in said for line in lines), said

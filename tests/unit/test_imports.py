@@ -26,6 +26,7 @@ LAYERS = [
         "guard",
         "sandbox",
         "judged_program",
+        "row_files",
     },
     {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
     | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"}
