@@ -17,12 +17,37 @@ from spmd_rl.rewards import thought_out
 from spmd_rl.tokenizer import Messages, Tokenizer
 from spmd_rl.user_code import shown
 
-_NAMED = r"(?:\b(?:answer|choice)(?:\s+(?:is|was|must be|should be|would be))?\s*[:=]?\s*(?:option|choice|letter)?|"
-_NAMED += r"\b(?:option|choose|pick|select|go with)\s*:?)\s*"
-_WRONG = r"(?:\s*(?:,|and|or|/)\s*[A-Z](?!\w))*\W*\s(?:is|are|was|were|can't|cannot)\s+(?:\w+\s+)?"
-_WRONG += r"(?:wrong|incorrect|false|not|out)\b"
-_RULED_OUT = r"(?i)\b(?:not|isn't|is not|rather than|instead of|than|unlike|exclude|eliminate|ruled? out|reject)\s+\W*$"
 _ARC = {"text", "label"}
+_WORD = r"0-9A-Za-z_\u00c0-\u024f"  # beside one of these a letter does not stand alone
+_NAMED = re.compile(
+    r"(?:\b(?:answers?|choice|antwort|réponse|respuesta)(?:\s+(?:is|are|was|must be|should be|would be|ist|est|es))?"
+    r"\s*[:=：-]?\s*(?:the\s+)?(?:option|choice|letter)?|\b(?:option|letter|choose|pick|select|go(?:ing)? with)\s*:?|"
+    r"答案[是为：:]*|[选選])\s*",
+    re.IGNORECASE,
+)
+_WRONG = re.compile(
+    r"(?:\s*(?:,|and|or|/)\s*[A-Z](?!\w))*\W*\s(?:(?:is|are|was|were|being|isn't|aren't|can't|cannot)\s+(?:\w+\s+)?"
+    r"(?:wrong|incorrect|false|not|out|right|correct)\b|(?:is|are)(?:n't|\s+not)\b|can(?:'t|not)\b)"
+)
+_RIGHT = re.compile(r"[)\]]?\s+(?:is|must be|should be)\s+(?:the\s+)?(?:right|correct|best|true|answer)\b")
+_RULED_OUT = re.compile(
+    r"(?i)\b(?:not|isn't|neither|nor|can't be|cannot be|rather than|instead of|than|unlike|exclude|eliminate|"
+    r"ruled? out|reject)\s+\W*(?:(?:the|options?|choices?|both|and|or|nor|[a-z])\b\W*)*$"
+)
+_CORRECTED = (
+    r"(?i:\b(?:no|wait|actually|rather|correction|sorry)\b)[^\w\n]*(?i:(?:it|that|the answer)(?:'s| is| must be)\s+)?"
+)
+_REASON = re.compile(r"(?i)\b(?:because|since|as|whereas|while|unlike|being)\b")
+_THEREFORE = r"is|it's|be|so|thus|therefore|hence|choose|pick|select|believe|leaves|leaves us with|say|sure|no|but|"
+_THEREFORE += r"actually|then|letter"
+_BEFORE = re.compile(  # a letter that stands alone: what may stand before it
+    rf"(?i)(?:^|[^\w\s'-]|\n|(?<!\w)(?:{_THEREFORE}|said|says?|think|guess|thought|with|for|option|choice|answer|not|doubt|"
+    r"definitely|probably|likely|clearly|certainly|rather|and|or|nor|either|both|neither|eliminate|exclude|than|of|to))"
+    r"\s*[(\[{\"']*$"
+)
+_DECIDED = re.compile(rf"(?i)(?<!\w)(?:{_THEREFORE}|wait)[\s,:(\[\"'.]*$")
+_ENDS_HERE = rf"(?![{_WORD}'+]|-[A-Za-z]|\.[A-Za-z])"
+_AROUND = 60  # characters before a letter that tell what it is
 
 
 class Choice:
@@ -131,102 +156,180 @@ def _refuse_two_readings(answer: object, choices: object) -> None:
 def chosen(reply: str, choices: Sequence[str]) -> str | None:
     r"""The letter that a reply chooses; None where it names none, or leaves open which.
 
-    The first of these that says something, after the reply's thinking: all of it is the text of one choice; \boxed{};
-    a letter or the text of a choice after the last "answer is", "answer:", "option" or "choose"; the one letter that
-    lines begin with and mark ("B) Vitamin C", "(B) A cell", "B because"); the last letter that stands alone and is not
-    ruled out ("not A"); the one choice whose text stands in it.
+    The first of these that says something, after the reply's thinking: all of it is a letter or the text of one
+    choice; \boxed{}; a letter or the text of a choice after the last "answer is", "answer:", "option" or "choose",
+    unless "no, B" comes after it; the one letter that lines begin with and mark ("B) Vitamin C", "(B) A cell", "B
+    because"); letters that stand alone, lists of the choices, reasons and what is ruled out ("not A") aside: the only
+    one, the one that is "right", or the last after "so", "it is" and the like; the one choice whose text stands in it.
     """
-    text = re.sub(r"[*_`$]|\\(?:text|mathrm|mathbf)\s*(?=\{)", "", thought_out(reply)).strip()
-    letters, texts = string.ascii_uppercase[: len(choices)], [_bare(choice) for choice in choices]
+    text = re.sub(r"</?answer>", lambda tag: "\n" if "/" in tag[0] else "\nAnswer: ", thought_out(reply))
+    text = re.sub(r"""(?<!\w)['"“‘](\w)['"”’](?!\w)""", r"(\1)", re.sub("</?[a-z]{1,6}>", " ", text))
+    text = re.sub(r"[*_`$]|\\(?:text|mathrm|mathbf|textbf)\s*(?=\{)", "", text).translate(_WIDE).strip()
+    letters = LETTERS[: len(choices)]
     for whole in (thought_out(reply).strip(), text):
-        if choices.count(whole) == 1:
+        if choices.count(whole) == 1 and whole.upper() not in letters:
             return letters[choices.index(whole)]
-    by_text = {bare: letter for letter, bare in zip(letters, texts, strict=True) if bare and texts.count(bare) == 1}
+    texts = [_bare(choice) for choice in choices]
+    by_text = {
+        text: letter
+        for text, letter in zip(texts, letters, strict=True)
+        if text and texts.count(text) == 1 and text.upper() not in letters
+    }
     for read in (_whole, _boxed, _named, _marked, _alone, _mentioned):
         if found := read(text, letters, by_text):
-            return found.pop() if len(found) == 1 else None
+            return found.pop() if len(found) == 1 and found <= set(letters) else None
     return None
 
 
-NONE = {"none", "of them"}  # chooses something that is no choice
+LETTERS = string.ascii_uppercase
+NONE = {"none"}  # chooses something that is no choice
+_WIDE = {ord(c) + 0xFEE0: c for c in string.ascii_letters + "().:,"} | {ord("\u2019"): "'"}
 
 
 def _bare(text: str) -> str:
     """In small letters, blanks as one, without punctuation around it."""
-    return " ".join(text.split()).strip(" .,;:!?\"'()[]").casefold()
+    return " ".join(text.split()).strip(" .,;:!?\"'()[]{}").casefold()
 
 
-def _letters(text: str, letters: str) -> list[tuple[re.Match[str], str]]:
+def _letters(text: str, letters: str) -> list[re.Match[str]]:
     """Letters of choices that stand alone, in order.  Small ones count in brackets only, A before a word does not."""
     found = []
-    for match in re.finditer(rf"(?<![\w'\-.\\])([{letters}{letters.lower()}])(?![\w'])", text):
-        before, after = text[: match.start()][-1:], text[match.end() :]
-        in_brackets = before in ("(", "[", "{", '"') or after[:1] == ")"
-        is_word = match[1] in "AIai" and re.match(r"[ \t]+(?!because|since|as\b|or\b|and\b|is\b|if\b)[a-z]", after)
+    for match in re.finditer(rf"(?<![{_WORD}'\-.\\])([{letters}{letters.lower()}]){_ENDS_HERE}(?!->)", text):
+        before, after = text[: match.start()][-1:], text[match.end() : match.end() + 20]
+        in_brackets = before in ("(", "[", "{", '"', "'") or after[:1] == ")"
+        is_word = match[1] in "AIai" and re.match(
+            r"[ \t]+(?!because|since|as\b|or\b|and\b|nor\b|is\b|if\b|being\b)[a-z]", after
+        )
         if (match[1].isupper() or in_brackets) and not (is_word and not in_brackets):
-            found.append((match, match[1].upper()))
+            found.append(match)
     return found
 
 
-def _with_alternatives(text: str, at: re.Match[str], letter: str, letters: str) -> set[str]:
+def _with_alternatives(text: str, at: re.Match[str], letters: str) -> set[str]:
     """The letter, and those that "or" joins to it."""
-    others = re.match(rf"[)\]}}\"']*(?:\s*(?:,|/|or|and|,\s*or)\s*[(\[]*([{letters}])(?![\w']))+", text[at.end() :])
-    return {letter, *(re.findall(rf"(?<!\w)[{letters}](?!\w)", others[0]) if others else ())}
+    more = r"(?:,|/|(?:,\s*)?\bor(?:\s+(?:maybe|perhaps|possibly|even))?|(?:,\s*)?\band)"
+    joined = rf"[)\]}}\"']*(?:\s*{more}\s*[(\[]*[{letters}](?![{_WORD}'])[)\]]?)+"
+    after = text[at.end() : at.end() + 4 * _AROUND]
+    others = re.match(joined, after)
+    if not others or _WRONG.match(after[others.end() :]):
+        return {at[1].upper()}
+    return {at[1].upper(), *re.findall(rf"(?<![{_WORD}])[{letters}](?![{_WORD}])", others[0])}
 
 
 def _whole(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
-    return {by_text[_bare(text)]} if _bare(text) in by_text else set()
+    bare = _bare(text)
+    return (
+        {by_text[bare]} if bare in by_text else {bare.upper()} if len(bare) == 1 and bare.upper() in letters else set()
+    )
 
 
 def _boxed(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
-    contents = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    contents = re.findall(r"\\f?boxe?d?\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
     if not contents:
         return set()
     content = contents[-1].strip("{} ")
-    whole = _whole(content, letters, by_text) or _whole(f"({content})", letters, by_text)
-    return whole or {letter for _, letter in _letters(f"({content})", letters)[:1]} or NONE
+    whole = _whole(content, letters, by_text)
+    found = _letters(f"({content})", letters)
+    return whole or (_with_alternatives(f"({content})", found[0], letters) if found else NONE)
 
 
 def _named(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
-    for match in reversed([*re.finditer(_NAMED, text, re.IGNORECASE)]):
-        rest = text[match.end() :]
-        if letter := re.match(rf"[\s(\[\"']*([{letters}{letters.lower()}])(?![\w'])", rest):
-            word = re.match(r"[ \t]+(?!because|since|as\b|or\b|and\b|is\b)[a-z]", rest[letter.end() :])
-            bracketed = "(" in letter[0] or rest[letter.end() :][:1] in ")]"
-            if not (word and letter[1] in "AIai" and not bracketed):
-                return _with_alternatives(rest, letter, letter[1].upper(), letters)
-        line = _bare(rest.lstrip().split("\n")[0])
-        fits = {by_text[bare] for bare in by_text if re.match(rf"(?:the )?{re.escape(bare)}(?!\w)", line)}
-        if fits:
-            return {max(fits, key=lambda letter: len(next(b for b, x in by_text.items() if x == letter)))}
+    for match in reversed([*_NAMED.finditer(text)]):
+        if _RULED_OUT.search(text[max(0, match.start() - _AROUND) : match.start()]):
+            continue
+        rest = text[match.end() : match.end() + 20 * _AROUND]
+        letter = re.match(rf"[\s(\[\"']*([A-Za-z]){_ENDS_HERE}", rest)
+        if letter and (letter[1].upper() in letters or letter[1].isupper()):
+            after = rest[letter.end() :]
+            word = re.match(r"[ \t]+(?!because|since|as\b|or\b|and\b|is\b)[a-z]", after)
+            bracketed = "(" in letter[0] or after[:1] in tuple(")]")
+            if not (word and letter[1] in "AIai" and not bracketed) and not _WRONG.match(after):
+                if letter[1].upper() not in letters:
+                    return NONE
+                corrected = re.findall(rf"{_CORRECTED}\(?([{letters}])(?=\W*$|[.,!)])", after)
+                return {corrected[-1]} if corrected else _with_alternatives(rest, letter, letters)
+        if text_letter := _begins(rest, by_text):
+            beside = re.match(r"[^\n()]*\(([A-Z])\)", rest)
+            return {text_letter, beside[1]} if beside else {text_letter}
     return set()
 
 
+def _begins(rest: str, by_text: Mapping[str, str]) -> str | None:
+    """The letter of the longest choice whose text the line begins with."""
+    line = _bare(rest.lstrip().split("\n")[0])
+    fits = [bare for bare in by_text if re.match(rf"(?:the )?{re.escape(bare)}(?![{_WORD}]|[.,]\d)", line)]
+    return by_text[max(fits, key=len)] if fits else None
+
+
+def _begins_a_line(letters: str) -> str:
+    mark = r"(?:[)\]:]|\.(?![A-Za-z]\.)|-[ \t]|(?m:$)|,?[ \t]*(?:because|since)\b)"
+    return rf"(?m:^)[ \t>\-(\[]*([{letters}{letters.lower()}])[ \t]*{mark}"
+
+
 def _marked(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
-    lines = re.findall(rf"(?m:^)[ \t>\-(\[]*([{letters}{letters.lower()}])[ \t]*(?:[)\].:]|$|because|since)", text)
-    found = {letter.upper() for letter in lines}
-    return found if len(found) == 1 else set()  # else it lists the choices
+    matches = [*re.finditer(_begins_a_line(letters), _without_row(text, letters, by_text))]
+    found = {match[1].upper() for match in matches}
+    if len(found) != 1:
+        return set()  # it lists the choices, or has no such line
+    at = re.compile(rf"([{letters}{letters.lower()}])").search(matches[0].string, matches[0].start(1))
+    return _with_alternatives(matches[0].string, at, letters)
 
 
 def _alone(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
     """A letter within the text of a choice does not stand alone: C in "it is vitamin C"."""
-    named = [bare for bare in by_text if len(bare) > 1]
-    inside = [match.span() for bare in named for match in re.finditer(re.escape(bare), text, re.IGNORECASE)]
-    found = [
-        (m, letter)
-        for m, letter in _letters(text, letters)
-        if not any(first <= m.start() < last for first, last in inside)
-    ]
-    ruled_out = [re.search(_RULED_OUT, text[: m.start()]) or re.match(_WRONG, text[m.end() :]) for m, _ in found]
-    kept = [one for one, out in zip(found, ruled_out, strict=True) if not out]
-    if not kept:
-        return set()
-    _, letter = kept[-1]
-    joined = [_with_alternatives(text, m, x, letters) for m, x in kept]
-    return next((j for j in reversed(joined) if letter in j and len(j) > 1), {letter})
+    text = _without_lists(text, letters, by_text)
+    inside = [match.span() for bare in by_text for match in re.finditer(re.escape(bare), text, re.IGNORECASE)]
+    kept: list[re.Match[str]] = []
+    for match in _letters(text, letters):
+        if any(first <= match.start() < last for first, last in inside):
+            continue
+        before = text[max(0, match.start() - _AROUND) : match.start()]
+        after = text[match.end() : match.end() + _AROUND]
+        sentence = re.split(r"[.!?\n]", before)[-1]
+        reason = _REASON.search(sentence) and kept and kept[-1].start() >= match.start() - len(sentence)
+        row = re.match(rf"\s+[{letters}]{_ENDS_HERE}", after)
+        sign = row or re.search(r"[<>=]\s*$", before) or re.match(r"\s*[<>=]", after)
+        wrong = _WRONG.match(after) and not _RIGHT.match(after)
+        if _BEFORE.search(before) and not (wrong or reason or sign or _RULED_OUT.search(before)):
+            kept.append(match)
+    joined = [_with_alternatives(text, match, letters) for match in kept]
+    found = {match[1].upper() for match in kept}
+    if len(found) < 2:
+        return next((several for several in joined if len(several) > 1), found)
+    said = {match[1].upper() for match in kept if _RIGHT.match(text[match.end() : match.end() + _AROUND])}
+    if len(said) == 1:
+        return said
+    before = text[max(0, kept[-1].start() - _AROUND) : kept[-1].start()]
+    at_the_end = re.search(r"[.!?\n]\W*$", before) and not re.search(r"\w", text[kept[-1].end() :])
+    if at_the_end or _DECIDED.search(before):
+        return next((several for several in joined if len(several) > 1 and kept[-1][1] in several), joined[-1])
+    return found
+
+
+def _without_lists(text: str, letters: str, by_text: Mapping[str, str]) -> str:
+    """Without the choices, where the reply says several of them again."""
+    lines = _begins_a_line(letters)
+    if len({letter.upper() for letter in re.findall(lines, text)}) > 1:
+        text = "\n".join(line for line in text.split("\n") if not re.match(lines, line))
+    return _without_row(text, letters, by_text)
+
+
+def _without_row(text: str, letters: str, by_text: Mapping[str, str]) -> str:
+    """Without choices in a row: "A. Paris B. London C. Rome"."""
+    texts = "|".join(rf"{letter}[).:]\s*{re.escape(bare)}" for bare, letter in by_text.items())
+    one = rf"(?<![{_WORD}])[(\[]?(?:{texts})[\s.,;]*"
+    return re.sub(rf"(?i)(?:{one}){{2,}}", "\n", text) if by_text else text
 
 
 def _mentioned(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
-    bare = _bare(text)
-    found = {choice for choice in by_text if choice and re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", bare)}
+    bare = " ".join(text.split()).casefold()
+    found = set()
+    for choice in by_text:
+        for match in re.finditer(rf"(?<![{_WORD}])(?<!\d[.,]){re.escape(choice)}(?![{_WORD}]|[.,]\d)", bare):
+            before, after = (
+                bare[max(0, match.start() - _AROUND) : match.start()],
+                bare[match.end() : match.end() + _AROUND],
+            )
+            if not _RULED_OUT.search(before) and (_RIGHT.match(after) or not _WRONG.match(after)):
+                found.add(choice)
     return {by_text[choice] for choice in found if not any(choice != other and choice in other for other in found)}
