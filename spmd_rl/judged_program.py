@@ -68,6 +68,8 @@ class Peer:
         self._read, self._write = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
         self._handlers = handlers
         self._kept: list[object] = []  # that the other side names by their place
+        self._places: dict[int, int] = {}  # of what is kept, by its identity: one object has one stand-in
+        self._stand_ins: dict[int, Remote] = {}  # for what the other side keeps, by its place there
         self._errors: dict[str, type[Exception]] = {}  # classes of exceptions of the other side
 
     def ask(self, what: str, *args: object, plain: bool = False) -> Any:
@@ -113,8 +115,10 @@ class Peer:
             return {"yours": _place(value)}
         form = NOTHING if type(value).__module__ in WRITTEN else self.plain(value)
         if form is NOTHING:
-            self._kept.append(value)
-            return {"mine": len(self._kept) - 1}
+            if id(value) not in self._places:
+                self._places[id(value)] = len(self._kept)
+                self._kept.append(value)
+            return {"awaitable" if isinstance(value, types.CoroutineType) else "mine": self._places[id(value)]}
         return form
 
     def plain(self, value: object) -> object:
@@ -150,8 +154,10 @@ class Peer:
                 raise TypeError(f"{form!r} is no value")
             return form
         ((kind, content),) = form.items()
-        if kind == "mine":
-            return Remote(self, content)
+        if kind in ("mine", "awaitable"):
+            if content not in self._stand_ins:
+                self._stand_ins[content] = Remote(self, content)
+            return self._stand_ins[content] if kind == "mine" else _awaited(self._stand_ins[content])
         if kind == "yours":
             return self._kept[content]
         if kind == "bytes":
@@ -296,10 +302,19 @@ def _operators() -> None:
 
 
 _operators()
+
+
+def _ran(coroutine: types.CoroutineType) -> object:
+    import asyncio  # takes longer to import than most programs run
+
+    return asyncio.run(coroutine)
+
+
 USES: dict[str, Callable[..., object]] = {
     **{f.__name__: f for f in (getattr, setattr, iter, next, hash, bool, len, str, repr, isinstance)},
     **{name: getattr(operator, name) for name in ("contains", "eq", "getitem", "setitem", "delitem")},
     **{name: getattr(operator, name) for name in (*UNARY, *BINARY, *COMPARISONS)},
+    "await": _ran,
 }
 
 
@@ -314,6 +329,11 @@ def _place(remote: Remote) -> int:
 def _plain(remote: Remote) -> object:
     """What an object of a type derived from one of Python's own is without its type; other objects as they are."""
     return _peer(remote).ask("use", "plain", [remote])
+
+
+async def _awaited(remote: Remote) -> object:
+    """What a coroutine of the other side comes to: it runs there from its beginning to its end."""
+    return _peer(remote).ask("use", "await", [remote])
 
 
 def _replace(value: object, new: object) -> None:
@@ -397,6 +417,12 @@ class Names(dict[str, object]):
     def __missing__(self, name: str) -> object:
         if name not in self._known or hasattr(builtins, name):
             raise KeyError(name)
+        return self.of_program(name)
+
+    def of_program(self, name: str) -> object:
+        """Also where Python has one of that name.  AttributeError where the program has none."""
+        if name not in self._known:
+            raise AttributeError(name)
         told = self._peer.ask("name", name, plain=True)
         if told.get("module") in OWN_MODULES:
             module = importlib.import_module(told["module"])
@@ -422,7 +448,11 @@ def judge(read_fd: int, write_fd: int, result_fd: int) -> None:
 
     peer = Peer(read_fd, write_fd, {"use": use, "call": _call})
     try:
-        names = Names(peer, set(peer.ask("load", job["program"], plain=True)))
+        names = Names(peer, known := set(peer.ask("load", job["program"], plain=True)))
+        module = types.ModuleType("solution")  # for tests that import what they test
+        public = [name for name in known if not (name.startswith("_") or hasattr(builtins, name))]
+        vars(module).update(__getattr__=names.of_program, __all__=public)
+        sys.modules["solution"] = module
         for number, statement in enumerate(job["statements"]):
             try:
                 exec(compile(statement, f"test {number}", "exec"), names)

@@ -138,7 +138,27 @@ HONEST = {
         'def lines(text):\n    return text.split("\\n")',
         ('assert lines("""a\n  b\nc""") == ["a", "  b", "c"]', "x = '''\n    kept\n'''\nassert lines(x)[1] == '    kept'"),
     ),
-    "async": ("async def f(x):\n    return x + 1", ("import asyncio\nassert hasattr(f, '__call__')",)),
+    "async": (
+        "import asyncio\nasync def f(x):\n    await asyncio.sleep(0)\n    return [x + 1]",
+        (
+            "import asyncio\nassert asyncio.run(f(1)) == [2]",
+            "async def both():\n    return await asyncio.gather(f(1), f(2))\nassert asyncio.run(both()) == [[2], [3]]",
+        ),
+    ),
+    "imported by its tests": (
+        ADD + "def sum(items):\n    return 99",
+        (
+            "from solution import add as plus\nassert plus(1, 2) == 3",
+            "import solution\nassert solution.add(1, 2) == 3 and not hasattr(solution, 'sub')",
+            "from solution import sum as theirs\nassert theirs([1]) == 99",
+            "from solution import *\nassert add(1, 2) == 3 and sum([1]) == 1",
+        ),
+    ),
+    "one object is one object": (
+        "import enum\nclass Color(enum.Enum):\n    RED = 1\nclass One:\n    it = None\n    def __new__(cls):\n"
+        "        cls.it = cls.it or super().__new__(cls)\n        return cls.it",
+        ("assert Color(1) is Color.RED", "assert One() is One()", "assert Color.RED in {Color(1): 2}"),
+    ),
     "checked by a function of the test": (
         ADD, ("def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(0, 0) == 0\n\ncheck(add)",)
     ),
