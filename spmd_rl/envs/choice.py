@@ -57,7 +57,7 @@ class Choice:
         self,
         *,
         tokenizer: Tokenizer,
-        path: str,  # a .jsonl or .parquet file, or a folder of them
+        path: str,  # a file of rows (.jsonl, .json, .csv, .parquet, …), or a folder of them
         eval_path: str = "",
         holdout: int = 0,  # rows at the end that are evaluated instead of trained on
         max_epochs: int = 0,  # 0: no end
