@@ -10,6 +10,7 @@ Knows nothing of prompts, models or rewards.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -153,7 +154,7 @@ def read_rows(
                     column = next(column for column in optional if (column in found) != (column in there))
                     raise ValueError(f"column {column!r}, which the prompt names, is in some of the rows only")
                 picked |= {column: row[column] for column in found}
-                rows.append(check(picked) if check else picked)
+                rows.append(check(picked) if check else _as_json(picked))
             except ValueError as error:
                 first, num_wrong = first or f"data {where}: {error}", num_wrong + 1
     if num_wrong:
@@ -166,6 +167,15 @@ def _picked(row: Row, column: str, name: str) -> object:
         return value_at(row, column)
     except KeyError:
         raise ValueError(f"no column {column!r} (for {name!r}); it has: {', '.join(map(str, row))}") from None
+
+
+def _as_json(row: Row) -> Row:
+    for name, value in row.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name!r} cannot travel with its task, which is JSON: {error}") from None
+    return row
 
 
 def _resolved(path: Path) -> set[Path]:

@@ -38,9 +38,12 @@ def row_files(path: Path) -> list[Path]:
         if not _format(path):
             raise ValueError(f"data {path}: the name of a file with rows ends with {WANTED}")
         return [path]
-    files = sorted(p for p in path.iterdir() if p.is_file() and p.name[0] not in "._" and _format(p))
+    there = sorted(p for p in path.iterdir() if p.name[0] not in "._" and not _tells_of_rows(p))
+    files = [p for p in there if p.is_file() and _format(p)]
     if not files:
         raise ValueError(f"data {path}: no file in it that ends with {WANTED}")
+    if others := [p.name for p in there if p not in files]:
+        raise ValueError(f"data {path}: it has {others[0]!r} too, which is not read: name a file, or move that away")
     for file in files:
         if file.with_name(f"{file.name}.gz") in files:
             raise ValueError(f"data {path}: {file.name} and {file.name}.gz are the same rows twice; keep one")
@@ -74,6 +77,10 @@ def value_at(row: Row, column: str) -> object:
         if not isinstance(value, Mapping) or (value := value.get(part, _MISSING)) is _MISSING:
             raise KeyError(column)
     return value
+
+
+def _tells_of_rows(file: Path) -> bool:
+    return file.suffix.lower() == ".md" or file.name.upper().startswith(("README", "LICENSE"))
 
 
 def _format(file: Path) -> str:

@@ -126,11 +126,15 @@ def choices_of(value: object, column: str) -> tuple[list[str], list[str]]:
 def right(answer: object, choices: Sequence[str], labels: Sequence[str] = ()) -> str:
     """The letter of the right choice; ValueError where the row does not say it, or says two.
 
-    A number counts from 0; a string is a label, where the row gives some, else a letter or the text of a choice.
+    A number counts from 0, unless the row has numbers for labels; a string is a label, where the row gives some, else a
+    letter or the text of a choice.
     """
     letters = string.ascii_uppercase[: len(choices)]
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
-        return letters[answer]
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        if any(label.isdecimal() for label in labels):
+            answer = str(answer)
+        elif 0 <= answer < len(choices):
+            return letters[answer]
     if isinstance(answer, str):
         text = answer.strip()
         if text in labels:

@@ -119,6 +119,8 @@ def _statements(tests: list[str]) -> list[str]:
             raise ValueError(f"the test {shown(test)} is no Python ({error}); {WANTED}") from None
         if not body:
             raise ValueError(f"the test {shown(test)} is empty; {WANTED}")
+        if any(isinstance(node, ast.Assert) and isinstance(node.test, ast.Tuple) and node.test.elts for node in body):
+            raise ValueError(f"the test {shown(test)} asserts a tuple, which is always true: leave out its parentheses")
         can_fail = can_fail or any(_can_fail(node) for node in body)
     if not can_fail:
         raise ValueError(f"{shown(tests)} calls and asserts nothing, so that every program passes; {WANTED}")

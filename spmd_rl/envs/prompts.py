@@ -18,8 +18,11 @@ from spmd_rl.rewards import fill
 from spmd_rl.tokenizer import Messages
 from spmd_rl.user_code import shown
 
+UNSET = (None, "", [], {})  # what a key has that only other rows need
 ROLES = ("system", "user", "assistant", "tool")
-_REPR = re.compile(r"\s*\[\s*\{\s*['\"](?:role|content|from|value)['\"]\s*:")  # messages that could not be read
+_REPR = re.compile(
+    r"\s*(?:array\()?\[\s*\{\s*['\"](?:role|content|from|value)['\"]\s*:"
+)  # messages that could not be read
 _NAMED = re.compile(r"(?<![A-Za-z}\\])\{(\w+)\}")
 
 
@@ -50,7 +53,7 @@ class Prompt:
                 f"column {self._column!r} begins with a system message, and the environment has one of its own; "
                 "leave one of them out"
             )
-        others = {name: text_of(row[name], name) for name in self.columns if name in row}
+        others = {name: text_of(row[name], name, blank=True) for name in self.columns if name in row}
         return row | {"question": question} | others
 
     def messages(self, data: Mapping[str, object], **values: str) -> Messages:
@@ -63,10 +66,10 @@ class Prompt:
         return [*system, *before, user]
 
 
-def text_of(value: object, column: str) -> str:
-    """A text or a number as a text; ValueError for what is neither, blank, or not finite."""
+def text_of(value: object, column: str, *, blank: bool = False) -> str:
+    """A text or a number as a text; ValueError for what is neither, not finite, or blank unless that is allowed."""
     if isinstance(value, str):
-        if not value.strip():
+        if not value.strip() and not blank:
             raise ValueError(f"column {column!r} is empty, wanted is a text")
         if not value.isascii():
             _encodable(value, column)
@@ -109,7 +112,8 @@ def _conversation(messages: Sequence[Mapping[str, object]], column: str) -> list
         where, role = f"column {column!r}, message {number}", message["role"]
         if role not in ROLES or (role == "system" and number > 1):
             raise ValueError(f"{where}: role {role!r}; wanted are {', '.join(ROLES[1:])}, and first of all system")
-        if more := [key for key, value in message.items() if key not in ("role", "content") and value is not None]:
+        more = [key for key, value in message.items() if key not in ("role", "content") and value not in UNSET]
+        if more:
             raise ValueError(f"{where}: {more[0]!r} is not supported; wanted are role and content")
         content = _joined(message.get("content"), where)
         if not content.strip():
