@@ -22,29 +22,45 @@ FROM_ALL = {"rollout/truncated": "length", "rollout/failed": "error"}
 
 def differences(folder: Path) -> list[str]:
     """A line for each number that is not what is on disk."""
-    config = tomllib.loads((folder / "config.toml").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
+    starts = starts_of(folder)
     found, batches = [], {}
     for step in steps:
-        batch = batches[step["version"] - 1] = Logged(folder / "batches", step["version"] - 1)
+        index = step["version"] - 1
+        config = next(config for version, config in reversed(starts) if version <= index)
+        batch = batches[index] = Logged(folder / "batches", index)
         found += _differences(f"step {step['version']}", step, of_step(step, batch, config))
         found += [f"step {step['version']}: {wrong}" for wrong in broken(step)]
-    if not any(step["rollout/filtered"] or step["rollout/dropped"] or step["rollout/skipped"] for step in steps):
+    given_up = any(step["rollout/filtered"] or step["rollout/dropped"] or step["rollout/skipped"] for step in steps)
+    if batches and not given_up and len(starts) == 1:  # else some that were admitted are not there, or again
         admitted = np.concatenate([batch["admission_version"] for batch in batches.values()])
         for step in steps:
             expected = {"admission/per_step": int(np.count_nonzero(admitted == step["version"] - 1))}
             found += _differences(f"step {step['version']}", step, expected)
     for line in lines:
         if line["kind"] == "eval":
+            config = next(config for version, config in reversed(starts) if version <= line["version"])["eval"]
             logged = json.loads((folder / "evals" / f"eval_{line['version']}.json").read_text())
-            expected = of_eval(logged["rollouts"], config["eval"]["samples"], config["eval"]["solved_at"])
+            expected = of_eval(logged["rollouts"], config["samples"], config["solved_at"])
             found += _differences(f"eval {line['version']}", line, expected)
             found += _differences(f"eval {line['version']}.json", logged, expected)
     if (folder / "summary.json").exists():
         summary = json.loads((folder / "summary.json").read_text())
         found += _differences("summary", summary, of_summary(steps, list(batches.values())))
+        if ledger := summary["ledger"]:
+            for entry, count in (("rollouts", num_usable), ("tokens", num_live)):
+                expected = {"trained": sum(map(count, batches.values()))}
+                found += _differences(f"ledger of {entry}", ledger[entry], expected)
     return found
+
+
+def starts_of(folder: Path) -> list[tuple[int, dict]]:
+    """The version of each start, and its config; what a run without a history has is of its only one."""
+    if not (folder / "run.json").exists():
+        return [(0, tomllib.loads((folder / "config.toml").read_text()))]
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    return [(start["version"], tomllib.loads((folder / start["config"]).read_text())) for start in starts]
 
 
 class Logged:
@@ -139,6 +155,16 @@ def of_step(step: dict, batch: Logged, config: dict) -> dict[str, object]:
     if not any(given_up.values()):
         values |= rewards(batch)
     return values
+
+
+def num_usable(batch: Logged) -> int:
+    return int(batch["usable"].sum())
+
+
+def num_live(batch: Logged) -> int:
+    """Tokens of usable rollouts that the live policy sampled."""
+    spans = itertools.compress(batch.spans, batch["usable"])
+    return sum(int(np.count_nonzero(batch["versions"][span] >= 0)) for span in spans)
 
 
 def rewards(batch: Logged) -> dict[str, float | None]:

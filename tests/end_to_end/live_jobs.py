@@ -21,6 +21,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.jobs import ROOT, command, environment
+from tests.recomputed import differences
 
 MARK = "LIVE_JOB"  # in the environment of all processes of a job
 LIMIT_S = 90.0  # for anything to come; a test that runs into it has failed
@@ -171,6 +172,7 @@ def assert_whole(run_dir: Path, *, num_steps: int, max_staleness: int = 2, batch
     evaluated = [record["version"] for record in metrics(run_dir, "eval")]
     assert evaluated == sorted(set(evaluated))
     assert not list(run_dir.glob("checkpoints/*.tmp"))
+    assert differences(run_dir) == []
 
 
 def _read(path: str | Path) -> str:

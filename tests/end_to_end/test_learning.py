@@ -135,7 +135,7 @@ def test_two_and_two_ranks_learn(tmp_path: Path) -> None:
     _assert_done(job, 80)
     assert job.summary["reward_last"] > 0.7
     assert job.summary["age_max"] <= 2
-    engines, ended = job.summary["engines"], job.summary["ledger"]["admitted"] + 2 * 32  # two evaluations
+    engines, ended = job.summary["engines"], job.summary["ledger"]["admitted"] + 2 * 10  # two evaluations of ten digits
     assert engines.keys() == {"rank0", "rank1"} and sum(e["rollouts"] for e in engines.values()) == ended
     assert all(engine["updates"] == 81 and engine["mean_pause_s"] > 0 for engine in engines.values())
     names = (

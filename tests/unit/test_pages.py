@@ -1,3 +1,4 @@
+import re
 import runpy
 import shutil
 import subprocess
@@ -6,6 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from spmd_rl import config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "pages"))
@@ -30,3 +33,21 @@ def test_the_licence_that_the_package_names_comes_with_it() -> None:
     (file,) = project["license-files"]
     assert project["license"] == "Apache-2.0"
     assert "Apache License\n                           Version 2.0" in (ROOT / file).read_text()
+
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+SUFFIXES = {"py", "md", "toml", "json", "jsonl", "png"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_files_and_settings_that_a_page_names_are_there(page: Path) -> None:
+    text, sections = page.read_text(), config.sections()
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, anchor
+    for section, name in re.findall(rf"\b({'|'.join(sections)})\.([a-z_]+)\b", text):
+        assert name in sections[section].__dataclass_fields__ or name in SUFFIXES, f"{section}.{name}"
+    for path in re.findall(r"\b(?:configs|launch|scripts|docs)/[\w.-]*\w", text):
+        assert (ROOT / path).exists() or path.startswith("configs/start_"), path
