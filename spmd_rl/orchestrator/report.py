@@ -163,7 +163,7 @@ class Report:
             f"step {version:>{len(str(self._steps))}}/{self._steps}  reward {_number(values['reward'])}  "
             f"age mean {values['age/rollout_mean']:.2f} max {values['age/rollout_max']:.0f}{bound}  "
             f"idle trainer {_share(self.trainer_idle)} engine {_share(values.get('engine/idle'))}  "
-            f"tokens/s generated {values.get('engine/tokens_per_s', 0):.0f} trained "
+            f"tokens/s engines {values.get('engine/tokens_per_s', 0):.0f} trainer "
             f"{values['trainer/tokens_per_s']:.0f}  left {_duration(left_s)}"
         )
 
