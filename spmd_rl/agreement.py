@@ -1,7 +1,8 @@
 """How all ranks of a start agree before any group exists: each says something, rank 0 decides, all hear the same.
 
 By the job's store alone, in bounded time.  What one rank cannot use, or what differs between two of them, is a
-ValueError on all ranks alike; a rank that says nothing in time a TimeoutError.  Knows nothing of what is said.
+ValueError on all ranks alike; a rank that says nothing in time is a TimeoutError on all of them.  Where rank 0 or the
+store is gone each rank finds that by itself: NoAnswer.  Knows nothing of what is said.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+from torch.distributed import DistNetworkError
+
 NOTHING = "none"  # what a rank has that does not have what another one has
 _LONGEST = 160  # characters of a value in a message
 _REPLY_S = 60.0  # after the last rank has spoken, for rank 0 to decide
+
+
+class NoAnswer(Exception):
+    """Of rank 0, or of the store: this rank alone says so."""
 
 
 class Store(Protocol):
@@ -66,6 +73,15 @@ def agree(
 ) -> Any:
     """Every rank says the JSON that `say` returns; what rank 0 decides of all of it is returned on every rank."""
     try:
+        return _agreed(party, topic, say, decide, timeout_s)
+    except DistNetworkError as error:
+        raise NoAnswer(f"start: the job's store, on rank 0's host, was lost before {topic} was decided") from error
+
+
+def _agreed(
+    party: Party, topic: str, say: Callable[[], Any], decide: Callable[[Sequence[Said]], Any], timeout_s: float
+) -> Any:
+    try:
         mine = {"host": party.host, "value": say()}
     except (ValueError, OSError) as error:
         mine = {"host": party.host, "error": str(error)}
@@ -73,7 +89,7 @@ def agree(
     if party.rank == 0:
         party.store.set(f"{topic}/decision", json.dumps(_decision(party, topic, decide, timeout_s)))
     if not _heard(party.store, [f"{topic}/decision"], timeout_s + _REPLY_S):
-        raise TimeoutError(f"start: rank 0 decided nothing about {topic} within {timeout_s + _REPLY_S:.0f} s")
+        raise NoAnswer(f"start: rank 0 decided nothing about {topic} within {timeout_s + _REPLY_S:.0f} s")
     decision = json.loads(party.store.get(f"{topic}/decision"))
     if "late" in decision:
         raise TimeoutError(decision["late"])
@@ -126,6 +142,8 @@ def _decision(party: Party, topic: str, decide: Callable[[Sequence[Said]], Any],
 def _heard(store: Store, keys: list[str], timeout_s: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
+    except DistNetworkError:
+        raise
     except RuntimeError:  # DistStoreError: not in time
         return False
     return True

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from spmd_rl import config as config_module
 from spmd_rl import continuation, disk, history
-from spmd_rl.agreement import agree
+from spmd_rl.agreement import NoAnswer, agree
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine, check_lengths, device_bytes, memory_warnings
 from spmd_rl.envs import Environment
@@ -99,6 +99,9 @@ def train(config: Config | ValueError, name: str) -> None:
         leave_refused(meeting, error, 2)
     except TimeoutError as error:
         leave_refused(meeting, error, 1)
+    except NoAnswer as error:
+        print(f"error on rank {meeting.rank} ({meeting.host}): {error}", file=sys.stderr, flush=True)
+        end_process(1)
     note(world.job, "started")
     file = Summary(RunDir(start.run_dir).summary)
     signals = StopSignals(

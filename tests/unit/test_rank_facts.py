@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import spmd_rl
 from spmd_rl import config, rank_facts, tiny_model, world
-from spmd_rl.agreement import Said, agree, difference
+from spmd_rl.agreement import NoAnswer, Said, agree, difference
 from spmd_rl.config import Config
 from spmd_rl.rank_facts import compare_files, compare_programs, of_files, of_program, who_reads
 
@@ -175,6 +175,23 @@ def test_a_rank_that_says_nothing_is_named():
 
     ended = on_ranks(call)
     assert ended == ["TimeoutError: start: no word about word from rank 1 within 0 s", None, ended[0]]
+
+
+def test_a_rank_that_rank_0_leaves_without_an_answer_says_what_was_lost(monkeypatch):
+    monkeypatch.setattr("spmd_rl.agreement._REPLY_S", 0.1)
+    with pytest.raises(NoAnswer, match="rank 0 decided nothing about word within 0 s"):
+        agree(Rank(1, 2, dist.HashStore()), "word", lambda: 0, lambda said: 0, timeout_s=0.0)
+    server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, 2, is_master=False, wait_for_workers=False)
+    held = [server]
+
+    def lose() -> int:
+        held.clear()
+        return 0
+
+    del server
+    with pytest.raises(NoAnswer, match="the job's store, on rank 0's host, was lost before word was decided"):
+        agree(Rank(1, 2, store), "word", lose, lambda said: 0, timeout_s=60.0)
 
 
 def test_a_refusal_is_said_once_and_noted_and_ends_all_ranks_with_its_code(monkeypatch, capfd):
