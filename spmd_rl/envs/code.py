@@ -37,13 +37,13 @@ class Code:
         max_epochs: int = 0,  # 0: no end
         question: str = "question",  # column: a text, or a list of messages
         tests: str = "tests",  # column, as `tests_of` reads it
-        prompt: str = "{question}\nReply with one ```python block.",
+        prompt: str = "{question}\nReply with one ```python block.",  # {tests} are those of the row
         partial: float = 0.0,
         timeout_s: float = 5.0,  # of a run
         memory_mib: int = 1024,  # of a run
         num_processes: int = 4,  # runs at a time, per inference rank
     ) -> None:
-        self._prompt = Prompt(prompt, column=question, hidden=[tests])
+        self._prompt = Prompt(prompt, given=["tests"], column=question)
         self.tasks = Dataset(
             path=path,
             fields={"question": question, "tests": tests},
@@ -58,7 +58,8 @@ class Code:
         self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout
 
     def prompt(self, data: Data) -> Messages:
-        return self._prompt.messages(data)
+        tests = [test if isinstance(test, str) else f"Input:\n{test[0]}\nOutput:\n{test[1]}" for test in data["tests"]]
+        return self._prompt.messages(data, tests="\n".join(tests))
 
     def _check(self, row: Row) -> Row:
         try:

@@ -35,6 +35,7 @@ class Prompt:
         *,
         system: str = "",
         needed: Sequence[str] = ("question",),  # names that the template must contain
+        given: Sequence[str] = (),  # names that it may contain, which `messages` is given
         column: str,  # of the question
         hidden: Sequence[str] = (),  # columns of the answer
     ) -> None:
@@ -42,7 +43,7 @@ class Prompt:
         named = [name for text in (template, system) for name in _NAMED.findall(text)]
         if told := [name for name in named if name in {"answer", *(str(column).split(".")[0] for column in hidden)}]:
             raise ValueError(f"the prompt would tell the answer: {{{told[0]}}} is filled with that column")
-        self.columns = [name for name in dict.fromkeys(named) if name not in needed]  # if the rows have them
+        self.columns = [name for name in dict.fromkeys(named) if name not in (*needed, *given)]  # if the rows have them
         self._template, self._system, self._column = template, system, column
 
     def check(self, row: Row) -> Row:

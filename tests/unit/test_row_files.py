@@ -255,9 +255,9 @@ LAYOUTS = {
     ),
     "MBPP": (
         Code,
-        {"question": "text", "tests": "test_list", "prompt": "{question}"},
-        {"text": "Q?", "code": "x", "test_list": ["assert f(1) == 2"], "test_setup_code": ""},
-        "Q?",
+        {"question": "text", "tests": "test_list", "prompt": "{question}\n{tests}"},
+        {"text": "Q?", "code": "x", "test_list": ["assert f(1) == 2", "assert f(0)"], "test_setup_code": ""},
+        "Q?\nassert f(1) == 2\nassert f(0)",
     ),
     "APPS": (
         Code,
