@@ -6,6 +6,7 @@ Rows have a question and tests: statements such as "assert add(2, 3) == 5", or p
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Mapping
 
 from spmd_rl.code_reward import code_of, outputs_equal, statements_passed
@@ -115,7 +116,8 @@ def _statements(tests: list[str]) -> list[str]:
     can_fail = False
     for test in tests:
         try:
-            body = ast.parse(test).body
+            with warnings.catch_warnings(action="ignore"):  # of "\\d" and the like
+                body = ast.parse(test).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(f"the test {shown(test)} is no Python ({error}); {WANTED}") from None
         if not body:

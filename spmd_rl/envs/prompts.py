@@ -23,7 +23,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _REPR = re.compile(
     r"\s*(?:array\()?\[\s*\{\s*['\"](?:role|content|from|value)['\"]\s*:"
 )  # messages that could not be read
-_NAMED = re.compile(r"(?<![A-Za-z}\\])\{(\w+)\}")
+_NAMED = re.compile(r"\\[A-Za-z]+(?:\[[^\[\]]*\])?(?:\{[^{}]*\})+|\{(\w+)\}")  # a command of LaTeX, or {name}
 
 
 class Prompt:
@@ -40,7 +40,7 @@ class Prompt:
         hidden: Sequence[str] = (),  # columns of the answer
     ) -> None:
         fill(template, {}, needed=needed)
-        named = [name for text in (template, system) for name in _NAMED.findall(text)]
+        named = [name for text in (template, system) for name in _NAMED.findall(text) if name]
         if told := [name for name in named if name in {"answer", *(str(column).split(".")[0] for column in hidden)}]:
             raise ValueError(f"the prompt would tell the answer: {{{told[0]}}} is filled with that column")
         self.columns = [name for name in dict.fromkeys(named) if name not in (*needed, *given)]  # if the rows have them
@@ -61,10 +61,15 @@ class Prompt:
         """`values` are filled in beside what the row has."""
         question = data["question"]
         before, text = ([], question) if isinstance(question, str) else (question[:-1], question[-1]["content"])
-        values |= {name: data[name] for name in self.columns if name in data}
-        system = [{"role": "system", "content": fill(self._system, values)}] if self._system else []
-        user = {"role": "user", "content": fill(self._template, {"question": text, **values})}
+        columns = {name: data[name] for name in self.columns if name in data}
+        system = [{"role": "system", "content": _filled(self._system, values, columns)}] if self._system else []
+        user = {"role": "user", "content": _filled(self._template, {"question": text, **values}, columns)}
         return [*system, *before, user]
+
+
+def _filled(text: str, values: Mapping[str, object], columns: Mapping[str, object]) -> str:
+    """The values wherever they are named, the columns outside of LaTeX's arguments."""
+    return _NAMED.sub(lambda match: fill(match[0], {**columns, **values} if match[1] else values), text)
 
 
 def text_of(value: object, column: str, *, blank: bool = False) -> str:

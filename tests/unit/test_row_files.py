@@ -3,6 +3,7 @@
 import datetime
 import gzip
 import json
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -287,3 +288,51 @@ def test_layouts_of_others_are_used(tmp_path, name, suffix):
 def test_the_page_has_every_layout():
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     assert all(f"| {name}" in page for name in LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("{question} Use \\boxed{}.", "Q {answer}? Use \\boxed{}."),
+        ("{question} {0} {} }{ {x:3} {{level}}", "Q {answer}? {0} {} }{ {x:3} {3}"),
+        ("{question} {level}", "Q {answer}? 3"),
+        ("v{level}{question}", "v3Q {answer}?"),
+        ("\\textbf{{question}} \\frac{level}{2} of {level}", "\\textbf{Q {answer}?} \\frac{level}{2} of 3"),
+        ("{question} \\boxed{answer}", "Q {answer}? \\boxed{answer}"),
+        ("{level} {topic}: {question}", "3 {question}: Q {answer}?"),
+        ('{question} {"answer": 1}', 'Q {answer}? {"answer": 1}'),
+    ],
+)
+def test_a_prompt_is_filled_from_the_row_alone(tmp_path, prompt, asked):
+    assert contents(tmp_path, prompt=prompt) == [asked]
+    assert contents(tmp_path, prompt=prompt, system="{level} \\boxed{}") == ["3 \\boxed{}", asked]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("Use \\boxed{}.", "does not contain {question}"),
+        ("{qestion}", "does not contain {question}"),
+        ("", "does not contain {question}"),
+        ("{question} {answer}", "would tell the answer: {answer}"),
+        ("{question} {none}", "column 'none' has None"),
+        ("{question} {list}", "column 'list' has"),
+    ],
+)
+def test_a_prompt_that_cannot_be_filled_is_refused(tmp_path, prompt, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        contents(tmp_path, prompt=prompt)
+
+
+def contents(tmp_path, **settings) -> list[str]:
+    """Of the messages that are asked."""
+    row = {"question": "Q {answer}?", "answer": "1", "level": 3, "topic": "{question}", "none": None, "list": [1]}
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(row))
+    questions = Questions(tokenizer=None, path=str(path), **settings)
+    return [message["content"] for message in questions.prompt(next(questions.tasks(0, "train")).data)]
+
+
+def test_a_test_with_an_escape_that_python_warns_of_is_one(tmp_path):
+    (tmp_path / "r.jsonl").write_text(json.dumps({"question": "Q?", "tests": ["assert f('\\d')"]}))
+    next(Code(tokenizer=None, path=str(tmp_path / "r.jsonl")).tasks(0, "train"))
