@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -107,6 +108,11 @@ def sections() -> dict[str, type]:
     return {("env.NAME" if name == "env" else name): (Env if name == "env" else cls) for name, cls in hints.items()}
 
 
+def field_names(cls: type) -> list[str]:
+    """The settings of a section."""
+    return [f.name for f in fields(cls)]
+
+
 def default(f: dataclasses.Field) -> str:
     """As TOML, or "(needed)"."""
     if f.default is not dataclasses.MISSING:
@@ -152,8 +158,10 @@ def _build(cls: type, tree: object, where: str) -> object:
     values = {}
     for key, value in tree.items():
         if key not in hints:
-            close = difflib.get_close_matches(key, hints, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(hints)}"
+            elsewhere = [f"{name}.{key}" for name, other in sections().items() if where and key in field_names(other)]
+            close = elsewhere or difflib.get_close_matches(key, hints, n=1)
+            meant = " or ".join(map(repr, close))
+            hint = f"; did you mean {meant}?" if close else f"; known: {', '.join(hints)}"
             raise ValueError(f"config: unknown {'setting' if where else 'section'} {where + key!r}{hint}")
         values[key] = _value(hints[key], value, f"{where}{key}")
     missing = [f.name for f in fields(cls) if default(f) == "(needed)" and f.name not in values]
@@ -182,8 +190,10 @@ def _value(kind: object, value: object, where: str) -> object:
         return tuple(_value(args[0], v, where) for v in value)
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
         return tuple(_value(kind, v, where) for kind, v in zip(args, value, strict=True))
-    if kind is float and type(value) in (int, float) and abs(value) < float("inf"):
+    if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
+    if kind is str and isinstance(value, str) and "\0" in value:
+        raise ValueError(f"config: {where} = {value!r}: a text without NUL")
     if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and type(value) is kind:
         return value
     name = kind.__name__ if isinstance(kind, type) and not args else str(kind)

@@ -5,8 +5,10 @@ A broken rule is a ValueError of one line: what is wrong, the value, the bound, 
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from spmd_rl.config.settings import Config
@@ -100,6 +102,16 @@ AT_LEAST = {
     "checkpoint.keep_last": 1,
 }
 
+MAY_BE_INFINITE = {  # bounds: infinity is none
+    "trainer.grad_clip",
+    "trainer.clip_high",
+    "trainer.importance_high",
+    "trainer.reject_above",
+    "critic.clip",
+}
+
+LONGEST_S = 1e8  # of settings in seconds, three years: timers overflow some decades later
+
 
 def check(config: Config) -> None:
     """Every rule; ValueError for the first that is broken."""
@@ -107,6 +119,11 @@ def check(config: Config) -> None:
         value = _get(config, key)
         if value not in choices:
             raise ValueError(f"config: {key} = {value!r}: must be one of {', '.join(choices)}")
+    for key, value in _floats(config):
+        if math.isnan(value) or (math.isinf(value) and key not in MAY_BE_INFINITE):
+            raise ValueError(f"config: {key} = {value}: must be a finite number")
+        if key.endswith("_s") and value > LONGEST_S:
+            raise ValueError(f"config: {key} = {value}: must be at most {LONGEST_S:g} s")
     for key, least in AT_LEAST.items():
         value = _get(config, key)
         if not value >= least:
@@ -245,6 +262,17 @@ def check_model_folder(config: Config) -> None:
 def _get(config: Config, key: str) -> object:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
+
+
+def _floats(config: Config) -> Iterator[tuple[str, float]]:
+    """Every setting that is one float, by its name."""
+    for section in fields(config):
+        value = getattr(config, section.name)
+        tables = {f"env.{name}": env for name, env in value.items()} if section.name == "env" else {section.name: value}
+        for name, table in tables.items():
+            for f in fields(table):
+                if isinstance(getattr(table, f.name), float):
+                    yield f"{name}.{f.name}", getattr(table, f.name)
 
 
 def limits(config: Config) -> list[str]:

@@ -109,6 +109,20 @@ def test_other_overrides_keep_their_types(tmp_path: Path) -> None:
         ("run=3", "section.key=value"),
         ("topology.dp_replicate=2", "dp_replicate"),
         ("inference.tensor_parallel=2", "needs inference.engine = 'vllm'"),
+        ("trainer.clip_high=nan", "trainer.clip_high = nan: must be a finite number"),
+        ("trainer.entropy=nan", "trainer.entropy = nan"),
+        ("trainer.advantage_scale=nan", "trainer.advantage_scale = nan"),
+        ("eval.solved_at=nan", "eval.solved_at = nan"),
+        ("lora.rank=4 lora.alpha=nan", "lora.alpha = nan"),
+        ("trainer.learning_rate=inf", "trainer.learning_rate = inf: must be a finite number"),
+        ("rollout.temperature=inf", "rollout.temperature = inf"),
+        ("env.a.weight=inf", "env.a.weight = inf"),
+        ("run.stall_timeout_s=inf", "run.stall_timeout_s = inf"),
+        ("run.shutdown_s=1e308", "run.shutdown_s = 1e+308: must be at most 1e+08 s"),
+        ("trainer.learning_rate=1" + "0" * 400, "expected float"),
+        ('run.dir="a\\u0000b"', "run.dir = 'a\\x00b': a text without NUL"),
+        ("trainer.max_staleness=1", "did you mean 'staleness.max_staleness'?"),
+        ("trainer.tensor_parallel=2", "did you mean 'topology.tensor_parallel' or 'inference.tensor_parallel'?"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, override: str, message: str) -> None:
@@ -116,6 +130,12 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, override: str, messag
         config.load(_write(tmp_path), override.split())
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_bound_that_is_infinite_is_none(tmp_path: Path) -> None:
+    resolved = config.load(_write(tmp_path), ["trainer.grad_clip=inf", "trainer.importance_high=inf"])
+    assert (resolved.trainer.grad_clip, resolved.trainer.importance_high) == (math.inf, math.inf)
+    assert config.from_tree(tomllib.loads(config.dump(resolved))) == resolved
 
 
 @pytest.mark.parametrize(
