@@ -102,8 +102,10 @@ class EngineThread:
         """The completion, and the tokens of attempts that were thrown away.
 
         Waits for the engine thread, which answers when the sequence ends.  Cancelling frees its slot and raises
-        `Cancelled` after the step that the engine is in.
+        `Cancelled` after the step that the engine is in; so does asking a thread that has ended.
         """
+        if self._closed:
+            raise Cancelled(0)
         request = _Request(prompt, sampling, self._loop.create_future())
         request_id, self._next_id = self._next_id, self._next_id + 1
         self._commands.put(lambda: self._submit(request_id, request))

@@ -60,6 +60,9 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
     loop = asyncio.get_running_loop()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model = build(config.model.path, device=device, dtype=engine_dtype(config.model.dtype, device), weights=True)
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{config.model.path}: {name} has values that are infinite or not a number")
     engine, _ = build_engine(config, device=device, group=group, decode=partial(tokenizer.decode, special=True))
     engine.load_weights(dict(model.named_parameters()), 0)
     failure: asyncio.Future[None] = loop.create_future()
@@ -78,8 +81,8 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
     kinds: set[str] = set()
 
     def failed(attempt: FailedAttempt) -> None:
-        """The first of each kind is told."""
-        if attempt.kind not in kinds:
+        """The first of each kind is told, but nothing of what an engine that failed took with it."""
+        if attempt.kind not in kinds and not failure.done():
             kinds.add(attempt.kind)
             task = f"{attempt.env}, task {escaped(attempt.task_id)}"
             print(f"{task}: {attempt.kind}: {attempt.error} ({attempt.place})", file=sys.stderr)

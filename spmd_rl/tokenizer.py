@@ -41,6 +41,12 @@ class Tokenizer:
                 f"{folder}: {missing}AutoTokenizer.from_pretrained({str(folder)!r}) fails with {reason[:300]}; "
                 "save_pretrained(DIR) of a working one writes the files"
             ) from error
+        names = type(self._tokenizer).vocab_files_names.values()
+        if not any((folder / name).is_file() for name in names):  # some classes are then made of special tokens alone
+            raise ValueError(
+                f"{folder}: has no vocabulary, none of {', '.join(sorted(names))}: save_pretrained(DIR) of a working "
+                "tokenizer writes the files"
+            )
         if not self._tokenizer.is_fast:
             raise ValueError(
                 f"{folder}: {type(self._tokenizer).__name__} has no fast form: write a tokenizer.json of it"

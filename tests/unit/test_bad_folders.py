@@ -16,6 +16,7 @@ from spmd_rl.make_trainer import check_model
 from spmd_rl.model import build, check_weights
 from spmd_rl.model_files import stored_tensors
 from spmd_rl.run_dir import RunDir
+from spmd_rl.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,13 +68,31 @@ def test_half_a_model_is_refused(model, breaks, file, message):
         evaluate(config.load(ROOT / "configs" / "tiny_cpu.toml", settings), None)
 
 
+@pytest.mark.parametrize("kept", ["{}", '{"tokenizer_class": "Qwen2Tokenizer", "chat_template": "{{ messages }}"}'])
+def test_a_tokenizer_of_special_tokens_alone_is_refused(model, kept):
+    without(model, "tokenizer.json")
+    (model / "tokenizer_config.json").write_text(kept)
+    with pytest.raises(ValueError, match=r"has no vocabulary, none of merges.txt, tokenizer.json, vocab.json: "):
+        Tokenizer(model)
+
+
+EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def test_an_evaluation_of_weights_that_are_not_finite_is_refused(model):
+    tensors = load_file(model / "model.safetensors")
+    tensors[UP][0, 0] = float("nan")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{UP} has values that are infinite or not a number"):
+        evaluate(config.load(ROOT / "configs" / "tiny_cpu.toml", [f"model.path={model}"]), None)
+
+
 def test_more_tokens_than_the_model_has_positions_are_refused(whole):
     settings = [f"model.path={whole}", "inference.max_seq_len=257"]
     with pytest.raises(ValueError, match="max_seq_len = 257: the model has 256 positions"):
         evaluate(config.load(ROOT / "configs" / "tiny_cpu.toml", settings), None)
 
 
-EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
 WEIGHTS = {
     "missing": (lambda t: t.pop(UP), f"/model.safetensors: has no tensor {UP}, which config.json needs"),
     "no embedding": (lambda t: t.pop(EMBEDDING), f"/model.safetensors: has no tensor {EMBEDDING}, which config"),

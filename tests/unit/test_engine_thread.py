@@ -261,3 +261,12 @@ def test_an_engine_that_raises_ends_the_thread_by_name() -> None:
         return error
 
     assert "device lost" in str(asyncio.run(run()))
+
+
+def test_asking_a_thread_that_has_ended_waits_for_nothing() -> None:
+    async def after_the_end(thread: EngineThread, engine: CountingEngine) -> None:
+        thread.close(20)
+        with pytest.raises(Cancelled):
+            await asyncio.wait_for(thread.generate(np.ones(1), THREE), 20)
+
+    _play(after_the_end)
