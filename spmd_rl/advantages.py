@@ -20,6 +20,7 @@ import numpy as np
 
 STD_FLOOR = 1e-4  # rewards that differ hardly at all must not become advantages of size 1
 ROUNDING = 1e-9  # by which equal rewards may differ, relative to the largest: sums of the same parts in another order
+NOTHING = 1e-12  # by which they may differ whatever the largest: parts that cancel, 0.1 + 0.2 - 0.3
 
 Stage = Callable[[np.ndarray, np.ndarray], np.ndarray]  # ([k] floats, [k] bool usable) -> [k] float32
 
@@ -128,7 +129,7 @@ def overlong_penalty(length: int, *, longest: int, buffer: int) -> float:
 
 def has_spread(rewards: np.ndarray) -> bool:  # [k] floats
     """Whether they differ by more than rounding."""
-    return bool(rewards.max() - rewards.min() > ROUNDING * np.abs(rewards).max())
+    return bool(rewards.max() - rewards.min() > max(ROUNDING * np.abs(rewards).max(), NOTHING))
 
 
 def _standard(r: np.ndarray) -> np.ndarray:

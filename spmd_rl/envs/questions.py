@@ -8,6 +8,7 @@ args = { path = "data/train.jsonl", eval_path = "data/test.jsonl", max_epochs = 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from spmd_rl.data import Dataset, Row
 from spmd_rl.envs import Data
@@ -17,7 +18,8 @@ from spmd_rl.envs.single_turn import SingleTurn
 from spmd_rl.math_reward import math_equals
 from spmd_rl.rewards import contains_word, exact, last_number_equals, matches
 from spmd_rl.tokenizer import Messages, Tokenizer
-from spmd_rl.workers import Workers
+from spmd_rl.user_code import shown
+from spmd_rl.workers import TimedOut, Workers
 
 JUDGES = ("number", "exact", "word", "math")
 
@@ -77,8 +79,14 @@ class Questions:
 
     async def reward(self, data: Data, reply: str) -> dict[str, float | None]:
         answers = answers_of(data["answer"], self._mark)
-        form = await self._workers.call(matches, reply, self._form) if self._form else None
+        form = await self._timed(f"form = {self._form!r}", matches, reply, self._form) if self._form else None
         return {"answer": await self._score(reply, answers), "form": form}
+
+    async def _timed(self, what: str, function: Callable[..., float], *args: object) -> float:
+        try:
+            return await self._workers.call(function, *args)
+        except TimedOut as error:
+            raise TimedOut(f"questions: {what}: {error} (timeout_s)") from None
 
     async def _score(self, reply: str, answers: list[str]) -> float:
         match self._judge:
@@ -89,4 +97,4 @@ class Questions:
             case "word":
                 return max(contains_word(reply, answer) for answer in answers)
             case _:
-                return await self._workers.call(math_equals, reply, answers)
+                return await self._timed(f"judge = 'math', answer {shown(answers)}", math_equals, reply, answers)

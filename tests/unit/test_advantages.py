@@ -7,6 +7,7 @@ from spmd_rl.advantages import (
     dr_grpo,
     gae,
     grpo,
+    has_spread,
     overlong_penalty,
     raw,
     rloo,
@@ -85,6 +86,31 @@ def test_empty_group_gives_nothing(name: str) -> None:
 def test_spread_of_rounding_noise_is_not_blown_up() -> None:
     assert np.abs(grpo(np.array([0.3, 0.1 + 0.2]), np.ones(2, bool))).max() < 1e-10
     assert grpo(np.array([0.0, STD_FLOOR / 10]), np.ones(2, bool))[1] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "spread"),
+    [
+        ((0.3, 0.1 + 0.2), False),
+        ((1.0, 1.0 - 1e-16), False),
+        ((0.1 + 0.2 + 0.7, 0.7 + 0.2 + 0.1), False),
+        ((-1e6, -1e6 - 1e-10), False),
+        ((0.0, 0.0), False),
+        ((0.0, -0.0), False),
+        ((5e-17, 5e-17), False),
+        ((0.0, 5e-17), False),
+        ((0.0, 0.1 + 0.2 - 0.3), False),
+        ((1e-9, 2e-9), True),
+        ((0.3, 0.3 + 1e-8), True),
+        ((0.0, 1.0), True),
+        ((-1.0, 1.0), True),
+    ],
+)
+def test_rewards_that_differ_by_rounding_have_no_spread(rewards: tuple[float, float], spread: bool) -> None:
+    assert has_spread(np.array(rewards)) == spread
+    for advantage in STAGES.values():
+        found = advantage(np.array(rewards), np.ones(2, bool))
+        assert np.abs(found).max() <= 2 and (spread or not found.any())
 
 
 def test_shifting_all_rewards_changes_nothing_and_only_grpo_forgets_the_scale() -> None:

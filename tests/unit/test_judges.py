@@ -2,6 +2,7 @@
 """What judges make of replies: right ones accepted, wrong ones refused, what cannot be read told."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -76,6 +77,52 @@ MATH_RIGHT = [
     ("\\boxed{\\emptyset}", "\\emptyset"),
     ("\\boxed{\\infty}", "\\infty"),
     ("\\boxed{11:30}", "11:30"),
+    ("\\boxed{even}", "even"),
+    ("The answer is even.", "even"),
+    ("even", "even"),
+    ("The answer is Paris", "Paris"),
+    ("\\boxed{paris}", "Paris"),
+    ("\\boxed{\\text{Paris}}", "Paris"),
+    ("\\boxed{Paris}", "\\text{Paris}"),
+    ("so it is\n**Monday**", "Monday"),
+    ("\\boxed{AB}", "AB"),
+    ("\\boxed{\\text{no solution}}", "\\text{no solution}"),
+    ("The answer is B.", "B"),
+    ("\\boxed{\\textbf{(B)}}", "B"),
+    ("\\boxed{yx}", "xy"),
+    ("\\boxed{\\text{Yes}}", "yes"),
+    ("\\boxed{DNE}", "DNE"),
+    ("\\boxed{5°}", "5"),
+    ("<answer>5</answer>", "5"),
+    ("<answer>Paris</answer>", "Paris"),
+    ("\\boxed{0.\\overline{3}}", "\\frac13"),
+    ("\\boxed{0.1\\overline{6}}", "1/6"),
+    ("1 3/4", "7/4"),
+    ("\\boxed{1 3/4}", "1\\frac{3}{4}"),
+    ("\\boxed{1 000 000}", "1000000"),
+    ("\\boxed{1000000}", "1 000 000"),
+    ("\\fbox{5}", "5"),
+    ("\\boxed{\\varnothing}", "\\emptyset"),
+    ("\\boxed{1.5e3}", "1500"),
+    ("\\boxed{1.5 \\times 10^{-7}}", "1.5e-7"),
+    ("\\boxed{0.0000001}", "1e-7"),
+    ("\\boxed{x^2+2x+1}", "(x+1)^2"),
+    ("\\boxed{1-\\cos^2 x}", "\\sin^2 x"),
+    ("\\boxed{(3,\\infty)\\cup(-\\infty,2)}", "(-\\infty,2)\\cup(3,\\infty)"),
+    ("\\boxed{1 \\text{ and } 2}", "1, 2"),
+    ("\\boxed{\\sqrt{2},-\\sqrt{2}}", "\\pm\\sqrt{2}"),
+    ("\\boxed{3<x}", "x>3"),
+    ("\\boxed{\\binom{5}{2}}", "10"),
+    ("\\boxed{2^{1/2}}", "\\sqrt2"),
+    ("\\boxed{5\\text{ dollars}}", "\\$5"),
+    ("The answer is $5$ not $6$", "5"),
+    ("First $5$. Then the final answer is $6$.", "6"),
+    ("\\boxed{42}", "The answer is 42"),
+    ("\\boxed{12}", "12 square units"),
+    ("\\boxed{4}", "so \\boxed{4}"),
+    ("\\boxed{\\boxed{5}}", "5"),
+    ("#### 5", "5"),
+    ("\\boxed{−3}", "-3"),
 ]  # (reply, answer)
 MATH_WRONG = [
     ("\\boxed{2}", "2\\sqrt{3}"),
@@ -125,6 +172,40 @@ MATH_WRONG = [
     ("\\boxed{1}", "12"),
     ("\\boxed{5}", "0.5"),
     ("\\boxed{\\begin{pmatrix} 2 \\\\ 1 \\end{pmatrix}}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+    ("\\boxed{neve}", "even"),
+    ("\\boxed{isPar}", "Paris"),
+    ("\\boxed{London}", "Paris"),
+    ("not Paris but London", "Paris"),
+    ("\\boxed{BA}", "AB"),
+    ("\\boxed{ABC}", "CAB"),
+    ("The answer is not even", "even"),
+    ("even so, I cannot say", "even"),
+    ("\\boxed{on}", "no"),
+    ("\\boxed{\\text{yes}}", "\\text{no}"),
+    ("The answer is C.", "B"),
+    ("\\boxed{0.0000001}", "0.0000002"),
+    ("\\boxed{0.0000001}", "0"),
+    ("\\boxed{1e-7}", "2e-7"),
+    ("\\boxed{1.6e-7}", "1.5e-7"),
+    ("\\boxed{1 2}", "3"),
+    ("\\boxed{0.\\overline{3}}", "0.3"),
+    ("\\boxed{123456789012345678901}", "123456789012345678902"),
+    ("\\boxed{5.0001}", "5"),
+    ("\\boxed{8:31}", "8:30"),
+    ("\\boxed{17_8}", "16_8"),
+    ("\\boxed{4-3i}", "4+3i"),
+    ("\\boxed{-\\infty}", "\\infty"),
+    ("\\boxed{x<3}", "x>3"),
+    ("\\boxed{\\frac{y}{x}}", "x/y"),
+    ("\\boxed{1.41}", "\\sqrt{2}"),
+    ("\\boxed{0.33}", "\\frac{1}{3}"),
+    ("\\boxed{(3,\\infty)}", "(-\\infty,2)\\cup(3,\\infty)"),
+    ("\\boxed{1,2,3}", "1,2"),
+    ("\\boxed{5 \\text{ or } 6}", "5"),
+    ("\\boxed{7}, \\boxed{5}", "7"),
+    ("\\boxed{}", "5"),
+    ("\\boxed{6}. Check: $5=5$", "5"),
+    ("\\boxed{\\text{None}}", "\\text{no solution}"),
 ]
 CHOICES = ["Vitamin A", "Vitamin B", "Vitamin C", "A cell"]
 CHOSEN = [
@@ -836,6 +917,13 @@ def test_an_answer_without_mathematics_is_named(answer):
     pytest.importorskip("math_verify")
     with pytest.raises(ValueError, match="no mathematical expression in the answer"):
         math_equals("$1$", answer)
+
+
+@pytest.mark.parametrize("answer", ["1 2", "3 hours 20 minutes", "3 (three)"])
+def test_an_answer_that_is_no_one_expression_is_named(answer):
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match=re.escape(f"in the answer {answer!r}")):
+        math_equals("$3$", answer)
 
 
 @pytest.mark.parametrize(("reply", "letter"), CHOSEN)

@@ -14,6 +14,7 @@ from spmd_rl.envs.questions import Questions
 from spmd_rl.envs.reasoning_gym import ReasoningGym, extracted
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Task
+from spmd_rl.workers import TimedOut
 from tests.says import Says, trained_text, write_folder
 
 GSM8K = {"question": "Tom has 3 boxes of 4. How many?", "answer": "3 * 4 = <<3*4=12>>12\n#### 1,012"}
@@ -52,6 +53,13 @@ def test_gsm8k_is_read_as_it_is(tokenizer, tmp_path):
     assert play(env, task.data, policy).reward == 1.0
     assert policy.asked[0][0] == f"<|start|>user\n{GSM8K['question']}<|end|>\n<|start|>assistant\n"
     assert play(env, task.data, says(tokenizer, "12")).reward == 0.0
+
+
+def test_a_form_that_does_not_end_fails_its_sample_by_name(tokenizer, tmp_path):
+    path, form = rows(tmp_path, {"question": "?", "answer": "1"}), r"(\S+\s*)+\."
+    env = Questions(tokenizer=tokenizer, path=path, form=form, timeout_s=0.5)
+    with pytest.raises(TimedOut, match=r"questions: form = .* did not end within 0\.5 s \(timeout_s\)"):
+        play(env, next(env.tasks(0, "train")).data, says(tokenizer, "word " * 40))
 
 
 def test_questions_come_from_other_columns_with_a_form_that_counts(tokenizer, tmp_path):

@@ -44,6 +44,7 @@ def test_a_batch_is_exactly_b_rollouts_sorted_by_ticket_with_their_advantages():
 
 def test_a_group_without_spread_is_given_up_and_can_be_kept_by_switching_the_filter_off():
     assert put(make(), 0, (1.0, 1.0)) == "zero_spread"
+    assert put(make(), 0, (0.3, 0.1 + 0.2)) == "zero_spread"
     assert put(make(filters={}), 0, (1.0, 1.0)) == KEPT
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from spmd_rl.workers import TimedOut, WorkerDied, Workers
-from tests.unit import jobs
+from tests.unit import cold_jobs, jobs
 
 
 def run(job, **settings):
@@ -42,6 +42,13 @@ def test_a_function_runs_in_another_process_that_is_used_again():
 
     ids = run(job, num=2)
     assert ids[0] == ids[1] != os.getpid()
+
+
+def test_the_time_of_a_job_begins_after_its_module_is_warm():
+    async def job(workers):
+        return [await workers.call(cold_jobs.times_warmed) for _ in range(2)]
+
+    assert run(job, num=1, timeout_s=0.5) == [1, 1]
 
 
 def test_a_function_may_use_alarms_and_give_nan():
