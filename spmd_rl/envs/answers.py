@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.envs.prompts import text_of
+from spmd_rl.envs.prompts import json_in, text_of
 from spmd_rl.rewards import after, number_of
 from spmd_rl.user_code import shown
 
@@ -13,7 +13,11 @@ def answers_of(value: object, mark: str) -> list[str]:
 
 
 def checked_answer(value: object, column: str, *, mark: str, judge: str) -> object:
-    """The value as the data of a task; ValueError says what of it this judge cannot compare."""
+    """The value as the data of a task; ValueError says what of it this judge cannot compare.
+
+    A list in a string is several words, but is itself what `exact` compares.
+    """
+    value = json_in(value, ('["',)) if judge == "word" else value
     if isinstance(value, list):
         if not value:
             raise ValueError(f"column {column!r} is an empty list, wanted is an answer or several")

@@ -80,7 +80,8 @@ def text_of(value: object, column: str, *, blank: bool = False) -> str:
         if not value.isascii():
             _encodable(value, column)
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
+    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not number or (not isinstance(value, int) and not math.isfinite(value)):
         raise ValueError(f"column {column!r} has {shown(value)}, wanted is a text or a number")
     return f"{value:f}" if isinstance(value, Decimal) else str(value)
 

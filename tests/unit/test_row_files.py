@@ -176,6 +176,10 @@ def test_values_of_parquet_are_those_that_were_written(tmp_path):
         (18.0, "number", 18.0),
         (18.0, "exact", None),
         (18, "exact", 18),
+        ('["Paris", "paris"]', "word", ["Paris", "paris"]),
+        ('["Paris", "paris"]', "exact", '["Paris", "paris"]'),
+        ('["Paris", "paris"]', "number", None),
+        ('["Paris", null]', "word", None),
         (["18", None], "number", None),
         ([[18]], "number", None),
         ({"value": 18}, "number", None),
@@ -213,6 +217,17 @@ def test_what_is_trained_on_is_not_evaluated(tmp_path):
 def test_settings_are_of_their_types(settings):
     with pytest.raises(ValueError, match="must be"):
         Dataset(**{"path": "x", "fields": FIELDS, **settings})
+
+
+@pytest.mark.parametrize(("digits", "taken"), [(23, True), (400, True), (5000, False)])
+def test_integers_may_be_long(tmp_path, digits, taken):
+    (tmp_path / "r.jsonl").write_text(f'{{"question": "Q?", "answer": {"9" * digits}}}')
+    tasks = Questions(tokenizer=None, path=str(tmp_path / "r.jsonl")).tasks
+    if taken:
+        assert next(tasks(0, "train")).data["answer"] == 10**digits - 1
+    else:
+        with pytest.raises(ValueError, match=r"r\.jsonl line 1: Exceeds the limit"):
+            next(tasks(0, "train"))
 
 
 MESSAGES = [{"role": "user", "content": "Q?"}]
