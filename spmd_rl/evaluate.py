@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from spmd_rl.engine_thread import EngineThread
 from spmd_rl.engines import build_engine, check_engine
 from spmd_rl.folders import check_writable
 from spmd_rl.inference import make_episodes
+from spmd_rl.loop_watch import LoopWatch
 from spmd_rl.model import build, engine_dtype
 from spmd_rl.orchestrator.eval_runner import EvalRunner
 from spmd_rl.orchestrator.eval_sink import EvalReport
@@ -32,6 +35,7 @@ from spmd_rl.user_code import escaped
 from spmd_rl.world import alone
 
 CLOSE_S = 60.0
+LOOK_S = 0.5  # between two looks at the event loop
 
 
 def evaluate(config: Config, out: Path | None) -> int:
@@ -89,6 +93,12 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
 
     episodes = make_episodes(config, load_environments(config, tokenizer), tokenizer, thread, runner.ended, failed)
     thread.start()
+    watch = LoopWatch(
+        loop=loop,
+        thread_id=threading.get_ident(),
+        warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
+    )
+    threading.Thread(target=_end_when_held, args=(watch, config.run.stall_timeout_s), daemon=True).start()
     evaluation = asyncio.create_task(runner.run("eval", concurrent=config.staleness.max_concurrent))
     await asyncio.wait({evaluation, failure}, return_when=asyncio.FIRST_COMPLETED)
     if failure.done():
@@ -97,6 +107,16 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
     report, rollouts = await evaluation
     await asyncio.to_thread(thread.close, CLOSE_S)
     return report, eval_texts(rollouts, tokenizer.decode)
+
+
+def _end_when_held(watch: LoopWatch, stall_timeout_s: float) -> None:
+    """In a thread, as long as the process: end it where something holds the event loop for too long."""
+    waits = threading.Event()
+    while not waits.wait(LOOK_S):
+        held = watch.look()
+        if held is not None and held[1] > stall_timeout_s:
+            print(f"evaluation failed: {held[0]} for {held[1]:.0f} s", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def table(report: EvalReport) -> list[str]:

@@ -24,6 +24,7 @@ from spmd_rl.attention import ATTENTION, Attend, Segments, token_positions
 from spmd_rl.model_files import FLOATS, INDEX, SINGLE, Stored, stored_tensors
 
 _PIECE = 16 << 20  # bytes compared at a time
+LONGEST = 300  # characters of another library's error
 
 
 def load_config(folder: str | Path) -> PretrainedConfig:
@@ -31,7 +32,7 @@ def load_config(folder: str | Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a config of that name trips over
-        raise ValueError(f"{folder}: no model folder: {_first_line(error)}") from error
+        raise ValueError(f"{folder}: no model folder: {_one_line(error)}") from error
     text = config.get_text_config()
     refused = {
         "final_logit_softcapping": getattr(text, "final_logit_softcapping", None) is not None,
@@ -115,7 +116,7 @@ def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> n
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder}: its weights cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"{folder}: its weights cannot be read: {_one_line(error)}") from error
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key, *_ in info["mismatched_keys"])
     if wrong:  # transformers would go on with random ones
         raise ValueError(f"{folder}: weights missing or of another shape than config.json says: {', '.join(wrong[:3])}")
@@ -201,12 +202,12 @@ def _on_meta(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     except Exception as error:  # an architecture raises whatever it trips over
-        raise ValueError(f"{folder}: config.json makes no causal LM: {_first_line(error)}") from error
+        raise ValueError(f"{folder}: config.json makes no causal LM: {_one_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return lines[0] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {lines[0]}"
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())[:LONGEST]
+    return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:

@@ -116,7 +116,8 @@ class RunDir:
 
         -1: everything, version 0 being that of the first evaluation.  Where it lies now; None: there was nothing.
         """
-        aside = self.path / "abandoned" / str(len(list(self.path.glob("abandoned/*"))))
+        numbers = [int(p.name) for p in self.path.glob("abandoned/*") if p.name.isdecimal()]
+        aside = self.path / "abandoned" / str(max(numbers, default=-1) + 1)
         late = [p for p in self.batches.iterdir() if _number(p) >= version]
         late += [p for p in self.evals.iterdir() if _number(p) > version]
         if version < 0:

@@ -228,7 +228,7 @@ class Report:
             trainable=self._taught / self._sampled if self._sampled else None,
             dropped=_part(self._dropped, self._sampled),
             moved=_part(self._num_moved, self.version - self._resumed_at),
-            reward=_mean(self._last_rewards),
+            reward=_mean([reward for reward in self._last_rewards if reward is not None]),
         )
 
     def summary(
