@@ -57,9 +57,15 @@ def check_room(model: Path, folder: Path, *, keep_last: int, **others: Any) -> N
     free = shutil.disk_usage(folder).free + written
     if needed > free:
         raise ValueError(
-            f"{folder}: {free / 1e9:.1f} GB are free, what the run writes takes {needed / 1e9:.1f} GB "
-            f"({num_parameters(model) / 1e6:.0f}M parameters, checkpoint.keep_last = {keep_last} and one being written)"
+            f"{folder}: {_figure(free / 1e9)} GB are free, what the run writes takes {_figure(needed / 1e9)} GB "
+            f"({_figure(num_parameters(model) / 1e6)}M parameters, checkpoint.keep_last = {keep_last} and one being "
+            "written)"
         )
+
+
+def _figure(value: float) -> str:
+    """Two digits at least: tiny models take megabytes."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def blamed(error: BaseException, folder: Path) -> BaseException:

@@ -255,6 +255,8 @@ def check(config: Config) -> None:
 def check_model_folder(config: Config) -> None:
     """ValueError where there is none and nothing would make it."""
     path, make = config.model.path, config.model.make
+    if not path:
+        raise ValueError("model.path = '': name a Hugging Face folder, there or to be made by model.make")
     if not Path(path).is_dir() and not make:
         raise ValueError(f"model.path = {path!r}: no such folder, and model.make names nothing that makes it")
 

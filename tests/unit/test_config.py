@@ -272,3 +272,16 @@ def test_a_stop_that_torchrun_would_cut_short_is_warned_of() -> None:
     assert "torchrun kills every rank 30 s after" in config.warnings(long, {})[0]
     assert config.warnings(long, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "65"}) == []
     assert config.warnings(config.from_tree(TREE), {}) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.path="], "model.path = '': name a"),
+        (["model.path=", "model.make=m:make"], "model.path = '': name a"),
+        (["model.path=/nowhere"], "model.path = '/nowhere': no such folder"),
+    ],
+)
+def test_a_model_folder_that_is_not_there_is_refused(tmp_path: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.check_model_folder(config.load(_write(tmp_path), settings))

@@ -1,5 +1,7 @@
 """What a run will need on disk is known before it starts."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -26,6 +28,13 @@ def test_lora_keeps_what_it_adds_and_writes_the_model_once(tmp_path):
     lora = {"rank": 3, "targets": ["q"]}
     assert disk.num_additions(tmp_path, **lora) == 3 * (10 + 4)
     assert disk.needed_bytes(tmp_path, keep_last=1, **lora) == 42 * 12 * 2 + (78 + 42) * 4
+
+
+def test_too_little_room_for_a_tiny_model_is_not_told_as_0_of_0(tmp_path, monkeypatch):
+    save_file({"a": np.zeros(350_000, np.float32)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=8_400_000))
+    with pytest.raises(ValueError, match=r": 0.0084 GB are free, .* takes 0.014 GB \(0.35M parameters"):
+        disk.check_room(tmp_path, tmp_path, keep_last=2)
 
 
 def test_too_little_room_is_refused_with_the_numbers(tmp_path):
