@@ -33,21 +33,25 @@ _GRADE = re.compile(
 )
 _AS_SHARE = re.compile(rf"\)?\s*(?:=|\(|or)\s*(?P<share>{_VALUE})(?P<percent>\s*%)?\)?")  # 7/10 = 70%
 _WORD = (
-    r"(?:scor(?:e|es|ed|ing)|grad(?:e|es|ed|ing)|rat(?:e|es|ed|ing)|marks?|verdict|evaluation|assessment|judge?ment)"
+    r"(?:scor(?:e|es|ed|ing)|grad(?:e|es|ed|ing)|rat(?:e|es|ed|ing)|marks?|points|verdict|evaluation|assessment|"
+    r"judge?ment)"
 )
 _LINK = (
-    r"[\"']?\s*(?:\([^()\d]*\)|\[[^][\d]*\])?\s*(?:is|was|of|would be|as|at|with|a|an|->|→|-|"
+    r"[\"']?(?:\s+(?:for|of|to|given|awarded|i|would|will|give|the|this|that|it|my|reply|response|answer)){0,6}"
+    r"\s*(?:\([^()\d]*\)|\[[^][\d]*\])?\s*(?:is|was|of|be|as|at|with|a|an|->|→|-|"
     r"(?:this|it|that|the)(?:\s+(?:reply|response|answer|output))?(?:\s+(?:is|as|at|with|a|an)){0,2})?"
     r"[\s\"'(\[{:=>~+]*(?:about|around|approximately)?\s*$"
 )
 _LABEL = re.compile(rf"(?<!\w){_WORD}{_LINK}", re.IGNORECASE)
-_FINAL = re.compile(rf"(?<!\w)(?:final|overall|total)(?:\s+{_WORD})?{_LINK}", re.IGNORECASE)
+_FINAL = re.compile(rf"(?<!\w)(?:final|overall|total)(?:\s+{_WORD}{_LINK}|\s*[:=]\s*$)", re.IGNORECASE)
 _GIVEN = re.compile(  # before the only number of a text
     r"(?:(?:^[\s:]*|[.!?>\n])[\s\"'(\[{]*|(?<!\w)(?:give|giving|assign|award|say|deserves?|gets?|earns?|so|thus|therefore|hence|"
     r"it is|it's|this is)(?:\s+(?:it|this|that|the\s+(?:reply|response|answer)))?(?:\s+an?)?\s*)"
     r"(?:about|around|approximately|~)?\s*$",
     re.IGNORECASE,
 )
+_NO_COUNT = "points?|marks?|because|since|as|for|but|and|on|overall|in|due|with|given|based|though|although|not"
+_COUNTS = re.compile(rf"[ \t]+(?!(?:{_NO_COUNT})\b)[a-z]")  # a word that says what the number before it counts
 _ENDS = re.compile(r"[\s.!)\]}\"'>]*(?:</\w+>)?\s*$")
 _AROUND = 80  # characters before a number that tell what it is
 PAUSE_S = 0.5  # before the first further attempt, doubled for each one after it
@@ -138,6 +142,7 @@ def grade(text: str, scale: float) -> float | None:
     if doubles := [match for match in found if match["double"]]:
         return _agreed(doubles, scale)
     found = _without_shares(text, found)
+    found = [match for match in found if match["of"] or not _COUNTS.match(text, match.end())]
     before = [text[max(0, match.start() - _AROUND) : match.start()] for match in found]
     if finals := [match for match, said in zip(found, before, strict=True) if _FINAL.search(said)]:
         return _agreed(finals, scale)

@@ -21,8 +21,8 @@ _ARC = {"text", "label"}
 _WORD = r"0-9A-Za-z_\u00c0-\u024f"  # beside one of these a letter does not stand alone
 _NAMED = re.compile(
     r"(?:\b(?:answers?|choice|antwort|réponse|respuesta)(?:\s+(?:is|are|was|must be|should be|would be|ist|est|es))?"
-    r"\s*[:=：-]?\s*(?:the\s+)?(?:option|choice|letter)?|\b(?:option|letter|choose|pick|select|go(?:ing)? with)\s*:?|"
-    r"答案[是为：:]*|[选選])\s*",
+    r"\s*(?:[:=：]|-(?=\s))?\s*(?:the\s+)?(?:option|choice|letter)?|"
+    r"\b(?:option|letter|choose|pick|select|go(?:ing)? with)\s*:?|答案[是为：:]*|[选選])\s*",
     re.IGNORECASE,
 )
 _WRONG = re.compile(
@@ -173,7 +173,7 @@ def chosen(reply: str, choices: Sequence[str]) -> str | None:
     for whole in (thought_out(reply).strip(), text):
         if choices.count(whole) == 1 and whole.upper() not in letters:
             return letters[choices.index(whole)]
-    texts = [_bare(choice) for choice in choices]
+    texts = [_bare(re.sub(r"[*_`$]", "", choice)) for choice in choices]
     by_text = {
         text: letter
         for text, letter in zip(texts, letters, strict=True)
@@ -211,8 +211,9 @@ def _letters(text: str, letters: str) -> list[re.Match[str]]:
 
 def _with_alternatives(text: str, at: re.Match[str], letters: str) -> set[str]:
     """The letter, and those that "or" joins to it."""
-    more = r"(?:,|/|(?:,\s*)?\bor(?:\s+(?:maybe|perhaps|possibly|even))?|(?:,\s*)?\band)"
-    joined = rf"[)\]}}\"']*(?:\s*{more}\s*[(\[]*[{letters}](?![{_WORD}'])[)\]]?)+"
+    one = rf"[(\[]*[{letters}](?![{_WORD}'])[)\]]?"
+    more = r"\s*(?:[,;/&+|]|(?:,\s*)?\bor(?:\s+(?:maybe|perhaps|possibly|even))?|(?:,\s*)?\band)\s*"
+    joined = rf"[)\]}}\"']*(?:{more}{one}|[ \t]*{one}(?![ \t]+[a-z]))+"
     after = text[at.end() : at.end() + 4 * _AROUND]
     others = re.match(joined, after)
     if not others or _WRONG.match(after[others.end() :]):
@@ -231,7 +232,7 @@ def _boxed(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
     contents = re.findall(r"\\f?boxe?d?\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
     if not contents:
         return set()
-    content = contents[-1].strip("{} ")
+    content = re.sub(r"[{}]", "", contents[-1]).strip()
     whole = _whole(content, letters, by_text)
     found = _letters(f"({content})", letters)
     return whole or (_with_alternatives(f"({content})", found[0], letters) if found else NONE)
@@ -252,17 +253,21 @@ def _named(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
                     return NONE
                 corrected = re.findall(rf"{_CORRECTED}\(?([{letters}])(?=\W*$|[.,!)])", after)
                 return {corrected[-1]} if corrected else _with_alternatives(rest, letter, letters)
-        if text_letter := _begins(rest, by_text):
+        if begins := _begins(rest, by_text):
             beside = re.match(r"[^\n()]*\(([A-Z])\)", rest)
-            return {text_letter, beside[1]} if beside else {text_letter}
+            joined = re.split(
+                r"\s*(?:[,;/&+|]|\bor\b|\band\b)\s*", _bare(rest.lstrip().split("\n")[0])[len(begins) :], maxsplit=1
+            )
+            other = _begins(joined[1], by_text) if len(joined) > 1 and not joined[0].strip() else None
+            return {by_text[begins], *([beside[1]] if beside else []), *([by_text[other]] if other else [])}
     return set()
 
 
 def _begins(rest: str, by_text: Mapping[str, str]) -> str | None:
-    """The letter of the longest choice whose text the line begins with."""
+    """The longest text of a choice that the line begins with."""
     line = _bare(rest.lstrip().split("\n")[0])
-    fits = [bare for bare in by_text if re.match(rf"(?:the )?{re.escape(bare)}(?![{_WORD}]|[.,]\d)", line)]
-    return by_text[max(fits, key=len)] if fits else None
+    fits = [bare for bare in by_text if re.match(rf"(?:the )?{re.escape(bare)}(?![{_WORD}]|[.,/]\d)", line)]
+    return max(fits, key=len, default=None)
 
 
 def _begins_a_line(letters: str) -> str:
@@ -329,7 +334,8 @@ def _mentioned(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
     bare = " ".join(text.split()).casefold()
     found = set()
     for choice in by_text:
-        for match in re.finditer(rf"(?<![{_WORD}])(?<!\d[.,]){re.escape(choice)}(?![{_WORD}]|[.,]\d)", bare):
+        signed = "(?<![-/])" if choice[0].isdigit() else ""
+        for match in re.finditer(rf"(?<![{_WORD}])(?<!\d[.,]){signed}{re.escape(choice)}(?![{_WORD}]|[.,/]\d)", bare):
             before, after = (
                 bare[max(0, match.start() - _AROUND) : match.start()],
                 bare[match.end() : match.end() + _AROUND],
