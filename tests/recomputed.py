@@ -17,6 +17,8 @@ import numpy as np
 from safetensors import safe_open
 
 UNMEASURED = {"error", "skipped", "cancelled"}
+ARRAYS = ("ticket", "group_id", "reward", "usable", "admission_version", "finished_version")
+WORDS = ("env", "task_id", "reward_parts", "finish_reason")
 FROM_ALL = {"rollout/truncated": "length", "rollout/failed": "error"}
 
 
@@ -30,6 +32,7 @@ def differences(folder: Path) -> list[str]:
         index = step["version"] - 1
         config = next(config for version, config in reversed(starts) if version <= index)
         batch = batches[index] = Logged(folder / "batches", index)
+        found += [f"step_{index}.json: rollout {row} differs from the safetensors" for row in shown_otherwise(batch)]
         found += _differences(f"step {step['version']}", step, of_step(step, batch, config))
         found += [f"step {step['version']}: {wrong}" for wrong in broken(step)]
     given_up = any(step["rollout/filtered"] or step["rollout/dropped"] or step["rollout/skipped"] for step in steps)
@@ -155,6 +158,22 @@ def of_step(step: dict, batch: Logged, config: dict) -> dict[str, object]:
     if not any(given_up.values()):
         values |= rewards(batch)
     return values
+
+
+def shown_otherwise(batch: Logged) -> list[int]:
+    """Rollouts that the JSON shows otherwise than the safetensors have them."""
+    found = []
+    for i, (span, words, row) in enumerate(zip(batch.spans, batch.words, batch.shown, strict=True)):
+        expected = {name: batch[name][i].item() for name in ARRAYS} | {name: words[name] for name in WORDS}
+        mask = batch["loss_mask"][span]
+        versions = batch["versions"][span][mask].tolist()
+        expected |= {"tokens": len(mask), "trainable": len(versions)}
+        expected["versions"] = [[version, len(list(run))] for version, run in itertools.groupby(versions)]
+        rounded = {"advantage": batch["advantage"][i].item(), "generation_s": batch["generation_s"][i].item()}
+        same = all(math.isclose(row[name], value, abs_tol=1e-6) for name, value in rounded.items())
+        if row != expected | {name: row[name] for name in rounded} or not same:
+            found.append(i)
+    return found
 
 
 def num_usable(batch: Logged) -> int:
