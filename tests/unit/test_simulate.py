@@ -1,3 +1,4 @@
+import asyncio
 import json
 import resource
 import statistics
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from spmd_rl.simulate import latency, main
 from spmd_rl.simulate.command import table
-from spmd_rl.simulate.simulation import Settings, SimResult, simulate
+from spmd_rl.simulate.simulation import Settings, SimResult, _Simulation, simulate
+from spmd_rl.virtual_time import run_virtual
 
 LAWS = ["fixed:3", "uniform:1,6", "integers:1,5", "pareto:1.5", "lognormal:0.5,1", "replay"]
 
@@ -323,3 +325,37 @@ def test_batches_are_formed_ahead_of_the_trainer_as_in_a_run():
     """24 rollouts end at 3 s: of three batches two are shipped at once; later ones are full 2 s before a step ends."""
     result = run("fixed:3", steps=3, trainer_seconds=5.0)
     assert result.parked_s == 5.0 + 2.0 + 2.0  # from 3 to 8 s, 11 to 13 s, 16 to 18 s
+
+
+@pytest.mark.parametrize(
+    ("law", "trainer_seconds", "least", "most"),
+    [
+        ("fixed:3", 8.0, 0.0, 0.0),
+        ("fixed:3", 1.0, 1.1, 1.4),
+        ("lognormal:0.5,1", 8.0, 0.7, 1.1),
+        ("uniform:10,30", 1.0, 1.8, 2.0),
+    ],
+)
+def test_the_lag_is_nothing_where_the_trainer_is_the_limit_and_about_s_where_generation_is(
+    law, trainer_seconds, least, most
+):
+    """Versions that pass while the oldest group in flight runs, at S = 2; the pages say so."""
+    settings = Settings(max_staleness=2, batch_size=64, group_size=8, max_concurrent=256)
+    latencies = latency.stream(latency.parse(law), 0)
+    simulation = _Simulation(settings, latencies, trainer_seconds, 0.0, 0.0, 0.0, None, 0, None)
+    lags = []
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(0.37)
+            oldest = simulation.dispatcher.oldest_version
+            lags.append(0 if oldest is None else simulation.policy.version - oldest)
+
+    async def watched() -> None:
+        looking = asyncio.create_task(look())
+        await simulation.run(60, None)
+        looking.cancel()
+
+    run_virtual(watched())
+    settled = lags[len(lags) // 5 :]
+    assert least <= statistics.mean(settled) <= most and max(lags) <= 2
