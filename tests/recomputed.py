@@ -51,6 +51,11 @@ def differences(folder: Path) -> list[str]:
     if (folder / "summary.json").exists():
         summary = json.loads((folder / "summary.json").read_text())
         found += _differences("summary", summary, of_summary(steps, list(batches.values())))
+        if "trained" in summary["mean_length"] and len(starts) == 1:
+            num = sum(map(num_usable, batches.values()))
+            seconds = sum(batch["generation_s"][batch["usable"]].sum() for batch in batches.values())
+            expected = {"tokens": sum(map(num_live, batches.values())) / num, "seconds": seconds / num}
+            found += _differences("mean length", summary["mean_length"]["trained"], expected)
         if ledger := summary["ledger"]:
             for entry, count in (("rollouts", num_usable), ("tokens", num_live)):
                 expected = {"trained": sum(map(count, batches.values()))}
