@@ -9,6 +9,8 @@ Knows nothing of prompts, models or rewards.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import itertools
 import json
 import random
@@ -148,12 +150,15 @@ def read_rows(
         for where, row in rows_of(file, [*fields.values(), *optional]):
             try:
                 picked = {name: _picked(row, column, name) for name, column in fields.items()}
-                found = [column for column in optional if column in row]
-                there = found if there is None else there
+                others = _those_there(row, optional)
+                found = list(others)
+                if there is None:
+                    there = found
+                    _refuse_misspelt([column for column in optional if column not in found], row)
                 if found != there:
                     column = next(column for column in optional if (column in found) != (column in there))
                     raise ValueError(f"column {column!r}, which the prompt names, is in some of the rows only")
-                picked |= {column: row[column] for column in found}
+                picked |= others
                 rows.append(check(picked) if check else _as_json(picked))
             except ValueError as error:
                 first, num_wrong = first or f"data {where}: {error}", num_wrong + 1
@@ -167,6 +172,20 @@ def _picked(row: Row, column: str, name: str) -> object:
         return value_at(row, column)
     except KeyError:
         raise ValueError(f"no column {column!r} (for {name!r}); it has: {', '.join(map(str, row))}") from None
+
+
+def _those_there(row: Row, columns: Sequence[str]) -> Row:
+    found = {}
+    for column in columns:
+        with contextlib.suppress(KeyError):
+            found[column] = value_at(row, column)
+    return found
+
+
+def _refuse_misspelt(columns: Sequence[str], row: Row) -> None:
+    for column in columns:
+        if column.isidentifier() and (close := difflib.get_close_matches(column, map(str, row), n=1, cutoff=0.8)):
+            raise ValueError(f"no column {column!r}, which the prompt names; did you mean {{{close[0]}}}?")
 
 
 def _as_json(row: Row) -> Row:

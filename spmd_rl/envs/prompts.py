@@ -23,7 +23,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _REPR = re.compile(
     r"\s*(?:array\()?\[\s*\{\s*['\"](?:role|content|from|value)['\"]\s*:"
 )  # messages that could not be read
-_NAMED = re.compile(r"\\[A-Za-z]+(?:\[[^\[\]]*\])?(?:\{[^{}]*\})+|\{(\w+)\}")  # a command of LaTeX, or {name}
+_NAMED = re.compile(r"\\[A-Za-z]+(?:\[[^\[\]]*\])?(?:\{[^{}]*\})+|\{([^{}]+)\}")  # a command of LaTeX, or {name}
 
 
 class Prompt:
@@ -41,7 +41,7 @@ class Prompt:
     ) -> None:
         fill(template, {}, needed=needed)
         named = [name for text in (template, system) for name in _NAMED.findall(text) if name]
-        if told := [name for name in named if name in {"answer", *(str(column).split(".")[0] for column in hidden)}]:
+        if told := [name for name in named if any(_overlap(name, str(column)) for column in ("answer", *hidden))]:
             raise ValueError(f"the prompt would tell the answer: {{{told[0]}}} is filled with that column")
         self.columns = [name for name in dict.fromkeys(named) if name not in (*needed, *given)]  # if the rows have them
         self._template, self._system, self._column = template, system, column
@@ -65,6 +65,11 @@ class Prompt:
         system = [{"role": "system", "content": _filled(self._system, values, columns)}] if self._system else []
         user = {"role": "user", "content": _filled(self._template, {"question": text, **values}, columns)}
         return [*system, *before, user]
+
+
+def _overlap(a: str, b: str) -> bool:
+    """Whether two columns are the same, or one is in the other."""
+    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 
 def _filled(text: str, values: Mapping[str, object], columns: Mapping[str, object]) -> str:
