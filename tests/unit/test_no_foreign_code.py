@@ -12,6 +12,7 @@ FILES = sorted([*(ROOT / "spmd_rl").rglob("*.py"), *(ROOT / "launch").glob("*.py
 PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 RESTRICTED = {"checkpoint.py": {"Unpickler", "UnpicklingError"}}  # for a reader with a list of words
 RUNS = {"eval", "exec", "compile", "__import__"}
+SANDBOXED = {"judged_program.py": {"exec", "compile"}}  # a program of its own, which the sandbox alone starts
 FLAGS = {"allow_pickle", "trust_remote_code", "shell"}
 LISTENS = {"start_server": 1, "create_server": 1}  # which argument is the host
 
@@ -32,7 +33,7 @@ def offences(code: str, file: str = "any.py") -> list[str]:
                 found.append((node, attr))
             case ast.Attribute(value=ast.Name(id="os"), attr="system" | "popen"):
                 found.append((node, node.attr))
-            case ast.Call(func=ast.Name(id=name)) if name in RUNS:
+            case ast.Call(func=ast.Name(id=name)) if name in RUNS - SANDBOXED.get(file, set()):
                 found.append((node, name))
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
                 if "weights_only=True" not in [ast.unparse(word) for word in node.keywords]:

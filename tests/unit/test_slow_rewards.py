@@ -94,6 +94,20 @@ def test_a_judge_that_stays_away_is_an_error_and_no_zero():
         ask(server, retries=1)
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "the judge's content is None"),
+        ("3/5", r"no grade from 0 to 10 in '3/5'"),
+        ("8/10, or 3/10", "no grade from 0 to 10 in '8/10, or 3/10'"),
+        ("", "no grade from 0 to 10 in ''"),
+    ],
+)
+def test_what_a_judge_says_without_a_grade_fails_the_sample_with_its_text(answer, message):
+    with Server(answer) as server, pytest.raises(JudgeFailed, match=message):
+        ask(server, retries=0)
+
+
 def test_a_refused_request_is_not_repeated():
     with Server(401) as server, pytest.raises(JudgeFailed, match="HTTP 401"):
         ask(server, retries=5)
