@@ -189,9 +189,17 @@ def _text(file: Path, data: bytes, *, offset: int, line: int) -> str:
 
 def _json(where: str, text: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_keys_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"data {where}: {error}") from error
+
+
+def _keys_once(pairs: list[tuple[str, object]]) -> Row:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return made
 
 
 def _object(where: str, row: object) -> tuple[str, Row]:

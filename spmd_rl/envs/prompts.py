@@ -62,8 +62,9 @@ class Prompt:
         question = data["question"]
         before, text = ([], question) if isinstance(question, str) else (question[:-1], question[-1]["content"])
         columns = {name: data[name] for name in self.columns if name in data}
+        values = {"question": text, **values}
         system = [{"role": "system", "content": _filled(self._system, values, columns)}] if self._system else []
-        user = {"role": "user", "content": _filled(self._template, {"question": text, **values}, columns)}
+        user = {"role": "user", "content": _filled(self._template, values, columns)}
         return [*system, *before, user]
 
 
