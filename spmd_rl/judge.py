@@ -146,6 +146,9 @@ def grade(text: str, scale: float) -> float | None:
     before = [text[max(0, match.start() - _AROUND) : match.start()] for match in found]
     if finals := [match for match, said in zip(found, before, strict=True) if _FINAL.search(said)]:
         return _agreed(finals, scale)
+    between = text[found[-2].end() : found[-1].start()].strip() if len(found) > 1 else ""
+    if between == ":" and _ENDS.match(text, found[-1].end()):  # "7 of 10: 7.5" says it again, exactly
+        return _agreed(found[-1:], scale)
     called = [match for match, said in zip(found, before, strict=True) if _LABEL.search(said)]
     out_of = [match for match in found if match["of"] and match not in called]
     last = (

@@ -73,7 +73,7 @@ def ask(server, num=1, **settings):
 
 def test_a_judge_grades_the_reply_it_is_shown(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with Server("It is clear: 7.5 of 10") as server:
+    with Server("I would say 7 of 10: 7.5") as server:
         assert ask(server) == [0.75]
     path, key, body = server.asked[0]
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
