@@ -19,7 +19,7 @@ from spmd_rl.rewards import share_of
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Rollout, Task
 
-PROBE_EVERY_S = 0.02
+PROBE_EVERY_S = 0.005
 
 
 class SlowTool:
