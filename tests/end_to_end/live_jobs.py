@@ -21,6 +21,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.jobs import ROOT, command, environment
+from tests.ledgers import closed
 from tests.recomputed import differences
 
 MARK = "LIVE_JOB"  # in the environment of all processes of a job
@@ -167,7 +168,7 @@ def assert_whole(run_dir: Path, *, num_steps: int, max_staleness: int = 2, batch
     assert (end["steps"], end["tokens_trained"]) == (num_steps, sum(record["trainer/tokens"] for record in recorded))
     shown = EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars("reward")
     assert [event.step for event in shown] == list(range(1, num_steps + 1))
-    ledger = end["ledger"]
+    ledger = closed(end["ledger"])
     assert ledger["admitted"] == num_steps * batch_size == ledger["rollouts"]["trained"]
     evaluated = [record["version"] for record in metrics(run_dir, "eval")]
     assert evaluated == sorted(set(evaluated))

@@ -13,7 +13,7 @@ import pytest
 from spmd_rl import checkpoint
 from tests.end_to_end.live_jobs import LiveJob, assert_whole, steps, summary
 from tests.end_to_end.test_failures import failing
-from tests.unit.test_run_ends import closed
+from tests.ledgers import closed
 
 
 def test_a_signal_to_any_rank_stops_the_run_and_every_rank_says_so(tmp_path):
@@ -187,6 +187,7 @@ def test_what_cannot_be_resumed_is_refused_by_path_and_reason(tmp_path):
     with LiveJob(tmp_path, "run.steps=2", "eval.every=-1") as job:
         assert job.wait() == 0, job.output
     shutil.rmtree(tmp_path / "model")
+    said = (tmp_path / "summary.json").read_text()
     state = tmp_path / "checkpoints" / "step_2" / "orchestrator.json"
     words = json.loads(state.read_text())
     words["path"]["next_ticket"] += 1
@@ -197,6 +198,8 @@ def test_what_cannot_be_resumed_is_refused_by_path_and_reason(tmp_path):
         assert job.output.count("error: cannot resume") == 1  # nor is it tried again
         assert f"{state}: " in job.wait_for("^error: cannot resume: ")
     assert not list(tmp_path.glob("batches/step_2.*"))
+    assert (tmp_path / "summary.json").read_text() == said
+    assert closed(json.loads(said)["ledger"])["rollouts"]["trained"] == 128
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import pytest
 
 from spmd_rl.types import Finish, GuardError
 from tests import fakes
+from tests.ledgers import closed
 from tests.unit.test_orchestrator import TRAINER, Ranks
 
 
@@ -38,15 +39,6 @@ class Worlds(Ranks):
                 self.orchestrator.trainer_gave_up(TRAINER, self.faulty_at, failure)
         else:
             super()._train(version, save)
-
-
-def closed(ledger: dict) -> dict:
-    """Both equations, from the summary alone."""
-    entries = ledger["rollouts"]
-    assert ledger["admitted"] == sum(entries.values()) and min(entries.values()) >= 0, ledger
-    rest = [ledger[f"{name}_tokens"] for name in ("wasted", "waiting", "in_flight")]
-    assert ledger["generated_tokens"] == sum(ledger["tokens"].values()) + sum(rest) and min(rest) >= 0, ledger
-    return ledger
 
 
 def run(worlds: Worlds, until=None) -> str:
