@@ -348,7 +348,7 @@ def _replace(value: object, new: object) -> None:
 def _text(error: BaseException) -> str:
     try:
         return str(error)[:10_000]
-    except Exception:
+    except Exception:  # raised by the __str__ of the program's own error: it has no text
         return ""
 
 
@@ -456,7 +456,7 @@ def judge(read_fd: int, write_fd: int, result_fd: int) -> None:
         for number, statement in enumerate(job["statements"]):
             try:
                 exec(compile(statement, f"test {number}", "exec"), names)
-            except Exception:
+            except Exception:  # the statement did not pass, whatever it raised
                 continue
             os.write(result_fd, f"{number}\n".encode())
     except Gone:
