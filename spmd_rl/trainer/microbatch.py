@@ -100,12 +100,17 @@ def cut(
     aggregation: Aggregation,
     skip_zero: bool,
     share_prefix: bool = False,
+    pack: bool = True,
 ) -> list[Minibatch]:
     """`num_minibatches` parts of near equal numbers of rollouts, in the order of the share, each in micro-batches.
 
     skip_zero: sequences with advantage 0 have no gradient and are not computed.
-    ValueError where the first token of a rollout is under the loss mask: no logits stand before it.
+    pack = False: every sequence in a micro-batch of its own, for models that carry state from token to token.
+    ValueError where the first token of a rollout is under the loss mask: no logits stand before it; and where what
+    several sequences share is asked for without packing.
     """
+    if share_prefix and not pack:
+        raise ValueError("share_prefix packs sequences that begin alike: it needs a model that packs")
     starts, ends = share.cu_seqlens[:-1], share.cu_seqlens[1:]
     for i, (a, b) in enumerate(zip(starts, ends, strict=True)):
         if b > a and share.loss_mask[a]:
@@ -113,7 +118,8 @@ def cut(
                 f"ticket {share.ticket[i]}: the first token is under the loss mask, but nothing predicts it"
             )
     parts = np.array_split(np.arange(len(share.ticket)), num_minibatches)
-    return [_minibatch(share, part, micro_batch_tokens, aggregation, skip_zero, share_prefix) for part in parts]
+    budget = micro_batch_tokens if pack else 0  # nothing fits beside another
+    return [_minibatch(share, part, budget, aggregation, skip_zero, share_prefix) for part in parts]
 
 
 def merged(minibatches: Sequence[Minibatch]) -> Minibatch:

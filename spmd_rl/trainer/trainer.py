@@ -81,6 +81,7 @@ class Trainer:
         grad_clip: float = 1.0,
         micro_batch_tokens: int = 4096,
         share_prefix: bool = False,  # what the members of a group begin with alike is computed once
+        pack: bool = True,  # False: one sequence a forward, for models that carry state from token to token
         temperature: float = 1.0,  # of sampling
         num_minibatches: int = 1,
         num_epochs: int = 1,
@@ -93,7 +94,7 @@ class Trainer:
         self.objective, self.aggregation, self.credit = objective, aggregation, credit
         self.warmup_steps, self.grad_clip = warmup_steps, grad_clip
         self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
-        self.share_prefix = share_prefix
+        self.share_prefix, self.pack = share_prefix, pack
         self.num_minibatches, self.num_epochs = num_minibatches, num_epochs
         self.interpolate_proximal = interpolate_proximal
         self.num_steps = 0  # optimizer steps so far
@@ -133,6 +134,7 @@ class Trainer:
             aggregation=self.aggregation,
             skip_zero=not (self.has_critic or self.objective.needs_every_sequence),
             share_prefix=self.share_prefix,
+            pack=self.pack,
         )
 
     def train(self, minibatches: Sequence[Minibatch], n: int) -> dict[str, float]:

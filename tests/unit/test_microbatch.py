@@ -159,6 +159,15 @@ def test_a_group_beyond_the_budget_repeats_its_start_in_each_micro_batch() -> No
     assert [m.parents for m in minibatch.micro_batches] == [[0, 0, 0], [0, 0, 0], [0]]
 
 
+def test_without_packing_every_sequence_has_a_micro_batch_of_its_own() -> None:
+    batch = share(([1, 2, 3], [0, 1, 1], 1.0), ([1, 2], [0, 1], 1.0), ([1, 2, 3, 4], [0, 0, 0, 1], -1.0))
+    (minibatch,) = cut(batch, num_minibatches=1, micro_batch_tokens=100, pack=False)
+    assert sorted(m.tickets for m in minibatch.micro_batches) == [(0,), (10,), (20,)]
+    assert [len(m.cu_seqlens) for m in minibatch.micro_batches] == [2, 2, 2]
+    with pytest.raises(ValueError, match="needs a model that packs"):
+        cut(batch, num_minibatches=1, micro_batch_tokens=100, pack=False, share_prefix=True)
+
+
 def test_bins_of_the_example() -> None:
     assert pack_bins([5, 4, 3, 2, 1], 7) == [[0, 3], [1, 2], [4]]
 
