@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.config import Config
-from spmd_rl.model import build, check_weights
+from spmd_rl.model import build, check_weights, packs
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits
@@ -39,8 +39,10 @@ def make_trainer(
         place = device if mesh is None else "cpu"
         return build(config.model.path, device=place, dtype=torch.float32, weights=True)
 
+    policy = model()
+    pack = packs(policy)
     models = Models(
-        policy=model(),
+        policy=policy,
         reference=model() if t.kl_coefficient else None,
         critic=model() if with_critic and critic.body == "own" else None,
         shared_critic=with_critic and critic.body == "shared",
@@ -74,6 +76,7 @@ def make_trainer(
         grad_clip=t.grad_clip,
         micro_batch_tokens=t.micro_batch_tokens,
         share_prefix=t.share_prefix,
+        pack=pack,
         temperature=config.rollout.temperature,
         num_minibatches=t.num_minibatches,
         num_epochs=t.num_epochs,
@@ -90,6 +93,16 @@ def check_model(config: Config) -> None:
     """ValueError for a model that cannot be trained here, whose weights are another's, or without lora.targets."""
     model = build(config.model.path, device="cpu", dtype=torch.float32, weights=False)
     check_weights(config.model.path)
+    if not packs(model):
+        for setting, is_set in (
+            ("trainer.share_prefix = true", config.trainer.share_prefix),
+            (f"topology.context_parallel = {config.topology.context_parallel}", config.topology.context_parallel > 1),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{setting}: {type(model).__name__} carries state from token to token, so that each sequence has a "
+                    "forward of its own on one rank; leave it out"
+                )
     if config.lora.rank:
         check_targets(model, config.lora.targets)
 

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from spmd_rl.attention import ATTENTION, Attend, Segments, token_positions
 from spmd_rl.model_files import FLOATS, INDEX, SINGLE, Stored, stored_tensors
 
+CARRIES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}  # kinds of layers
 _PIECE = 16 << 20  # bytes compared at a time
 LONGEST = 300  # characters of another library's error
 
@@ -219,14 +220,41 @@ def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:
             model._init_weights(module)
 
 
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """What hidden states go through one after the other, wherever the architecture keeps it."""
+    num = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num:
+            return module
+    raise ValueError(f"{type(model).__name__}: has no list of its {num} layers")
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether several sequences may share a forward: only attention passes anything from token to token.
+
+    By structure, so the same on all ranks.  False: layers carry a state (linear attention, convolution, Mamba), and
+    every sequence has a forward of its own.
+    """
+    config = model.config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    if kinds & CARRIES or getattr(model, "_is_stateful", False):
+        return False
+    return not any(isinstance(module, nn.Conv1d) for module in decoder_layers(model).modules())
+
+
 def hidden_states(
     model: nn.Module,
     token_ids: Tensor,  # [T] ints
     cu_seqlens: Sequence[int],  # [n + 1] Python ints, from 0 to T
     parents: Sequence[int] = (),  # [n], see `spans`
 ) -> Tensor:  # [T, d], after the last norm
-    """Body of the model over packed sequences; positions restart in each."""
+    """Body of the model over packed sequences; positions restart in each.
+
+    ValueError for more than one sequence of a model that does not pack.
+    """
     attend = Segments(cu_seqlens, parents)
+    if len(attend.spans) > 1 and not packs(model):
+        raise ValueError(f"{len(attend.spans)} sequences in one forward: {type(model).__name__} carries state")
     return run_body(model, token_ids, token_positions(attend.spans, token_ids.device), attend)
 
 

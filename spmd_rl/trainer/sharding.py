@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.attention import spans
 from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import head_weight, hidden_states
+from spmd_rl.model import decoder_layers, head_weight, hidden_states
 from spmd_rl.trainer.context_parallel import Part, split_hidden_states, together
 
 
@@ -108,7 +108,7 @@ def value_head(model: nn.Module) -> nn.Linear:
 
 def recompute_layers(model: nn.Module) -> None:
     """Activation checkpointing of each decoder layer, in place; inside the layer's FSDP hooks, so gathered once."""
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -134,7 +134,7 @@ def shard(
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
-    for layer in policy.model.base_model.layers:
+    for layer in decoder_layers(policy.model):
         fully_shard(layer, **settings, reshard_after_forward=reshard_after_forward)
     fully_shard(policy, **settings, reshard_after_forward=False)
 

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from spmd_rl.model import decoder_layers
+
 LAYER = {
     "self_attn.q_proj": ColwiseParallel,
     "self_attn.k_proj": ColwiseParallel,
@@ -36,7 +38,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"tensor parallelism over {mesh.size()} ranks does not divide {name} = {getattr(config, name)}"
             )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         plan = {name: style() for name, style in LAYER.items()}
         plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in NORMS if _has(layer, name)}
         parallelize_module(layer, mesh, plan)

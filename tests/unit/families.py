@@ -8,17 +8,25 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPTNeoXConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCAB = 97
@@ -71,6 +79,52 @@ OTHERS = {  # that nothing here was written for
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
     "gpt_neox": GPTNeoXConfig(**{name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}),
 }
+LINEAR = dict(  # of gated delta rule layers
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    layer_types=["linear_attention", "linear_attention", "full_attention"],
+)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=16)
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+HYBRIDS: dict[str, PretrainedConfig] = {  # layers that carry state from token to token
+    "qwen3_5": Qwen3_5TextConfig(**SHAPE, head_dim=16, **LINEAR),
+    "qwen3_next": Qwen3NextConfig(
+        **SHAPE,
+        head_dim=16,
+        **LINEAR,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+    ),
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        **SHAPE, **MAMBA, layer_types=MIXED, num_local_experts=4, shared_intermediate_size=24
+    ),
+    "nemotron_h": NemotronHConfig(
+        **{name: value for name, value in (SHAPE | {"pad_token_id": 0}).items() if name != "num_hidden_layers"},
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        head_dim=8,
+        ssm_state_size=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "jamba": JambaConfig(
+        **(SHAPE | {"pad_token_id": 0}),
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    "bamba": BambaConfig(**(SHAPE | {"pad_token_id": 0}), **MAMBA, attn_layer_indices=[1]),
+    "falcon_h1": FalconH1Config(**(SHAPE | {"pad_token_id": 0}), **MAMBA, mamba_d_ssm=64),
+}
 WIDE = {  # engines lay its matrices out for the processor
     "wide": LlamaConfig(
         **(SHAPE | dict(hidden_size=512, intermediate_size=768, num_hidden_layers=2, initializer_range=0.04)),
@@ -82,7 +136,7 @@ WIDE = {  # engines lay its matrices out for the processor
 def save(name: str, folder: Path, seed: int = 0) -> Path:
     """A random model of a family in `folder`, biases and norms random too."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS | WIDE)[name])
+    model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS | HYBRIDS | WIDE)[name])
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

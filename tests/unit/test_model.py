@@ -1,6 +1,7 @@
 """The packed forward against plain transformers, and log-probs against log_softmax."""
 
 import weakref
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -15,8 +16,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Glm4MoeConfig
 from spmd_rl import config
 from spmd_rl.logprobs import token_logprobs
 from spmd_rl.make_trainer import check_model
-from spmd_rl.model import build, head_weight, hidden_states, load_config
-from tests.unit.families import CONFIGS, SHAPE, VOCAB, load, save
+from spmd_rl.model import build, head_weight, hidden_states, load_config, packs
+from tests.unit.families import CONFIGS, HYBRIDS, OTHERS, SHAPE, VOCAB, load, save
 
 CU = [0, 1, 8, 21, 22]
 
@@ -31,6 +32,39 @@ def test_packed_forward_equals_each_sequence_alone(family: str, tmp_path: Path) 
         for a, b in pairwise(CU):
             alone = plain(input_ids=tokens[None, a:b], use_cache=False).logits[0]
             assert (logits[a:b].log_softmax(-1) - alone.log_softmax(-1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_model_that_carries_state_computes_one_sequence_a_forward(family: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    model, plain = build(tmp_path, device="cpu", dtype=torch.float32, weights=True), load(tmp_path, "eager")
+    assert not packs(model)
+    tokens = torch.randint(0, VOCAB, (41,))
+    with torch.no_grad():
+        logits = hidden_states(model, tokens, [0, 41]) @ head_weight(model).t()
+        alone = plain(input_ids=tokens[None], use_cache=False).logits[0]
+    assert (logits.log_softmax(-1) - alone.log_softmax(-1)).abs().max() < 1e-5
+    with pytest.raises(ValueError, match=r"2 sequences in one forward: .* carries state"):
+        hidden_states(model, tokens, [0, 20, 41])
+
+
+@pytest.mark.parametrize("family", CONFIGS | OTHERS)
+def test_a_model_of_attention_alone_packs(family: str) -> None:
+    with torch.device("meta"):
+        assert packs(AutoModelForCausalLM.from_config((CONFIGS | OTHERS)[family]))
+
+
+@pytest.mark.parametrize(
+    ("section", "setting"), [("trainer", {"share_prefix": True}), ("topology", {"context_parallel": 2})]
+)
+def test_what_needs_packing_is_refused_for_a_model_that_carries_state(
+    section: str, setting: dict[str, Any], tmp_path: Path
+) -> None:
+    save("lfm2", tmp_path)
+    settings = config.load(Path(__file__).parents[2] / "configs" / "tiny_cpu.toml", [f"model.path={tmp_path}"])
+    settings = replace(settings, **{section: replace(getattr(settings, section), **setting)})
+    with pytest.raises(ValueError, match=rf"{section}.{next(iter(setting))} = .*: Lfm2ForCausalLM carries state"):
+        check_model(settings)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
