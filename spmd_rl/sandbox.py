@@ -2,43 +2,67 @@
 
     execution = await Sandbox(timeout_s=5.0).run("print(6 * 7)")  # .stdout == "42\n"
 
-The child gets a temporary folder of its own as its working directory, an empty environment, limits on CPU time, memory,
-file size and open files, and a wall-clock limit after which it is killed; with it ends all that it started, and it ends
-with the process that started it.  Where the kernel allows unprivileged namespaces it also has no network and no way to
-escape its end; `Execution.isolated` says whether that was so; then the number of processes is limited too, but not for
-root, whom the kernel exempts.  Elsewhere than on Linux memory has no limit, and the child may outlive the process.  It
-still reads what this user can read and may write where this user may: code that is out to do harm belongs into a
-container.
+The child has an empty environment, limits on CPU time, memory, file size and open files, and a wall-clock limit after
+which it is killed; with it ends all that it started, and it ends with the process that started it.  Isolated, it sees
+the system and Python, read-only, and nothing else: see `spmd_rl.confinement`.  That needs a Linux that lets users make
+namespaces; without them a sandbox is refused, unless `require_isolation` is False: then the code has a temporary folder
+as its working directory, reads what this user can read, writes where this user may, and reaches the network.
 
-This file is also the program that sets the limits: it imports the standard library only, and guard.py.
+docs/security.md says what is promised against whom.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import json
 import os
-import resource
-import runpy
-import select
-import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
-FILE_BYTES = 1 << 24  # of a file that the code writes, its output among them
+from spmd_rl import confinement
+from spmd_rl.confinement import CONFINED, FAILED, FILE_BYTES, ISOLATED
+
 OUTPUT_BYTES = FILE_BYTES  # of its output that is read: all of it
 ERROR_BYTES = 1 << 16  # of what it writes to stderr
 START_S = 60.0  # from its start until the code begins
-ISOLATED, CONFINED = b"i", b"c"  # marks: with namespaces of its own, or without
-NUM_FILES, NUM_PROCESSES = 128, 64
+REASON_BYTES = 1000  # of why it cannot be isolated
+
+
+@cache
+def not_isolated_because() -> str:
+    """Why code cannot be isolated on this machine; "" where it can.  Found by running a program, once a process."""
+    status, told = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+        (Path(folder) / "code.py").write_text("")
+        try:
+            done = subprocess.run(
+                _command(ISOLATED, folder, 1 << 30, 60, told),
+                pass_fds=(told,), env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+        finally:
+            os.close(told)
+    with os.fdopen(status, "rb") as pipe:
+        said = pipe.read(REASON_BYTES)
+    if said.startswith(FAILED):
+        return said[len(FAILED) :].decode(errors="replace")
+    if said != ISOLATED or done.returncode:
+        return f"{sys.executable} does not run there: {(done.stderr.strip() or f'exit code {done.returncode}')[-300:]}"
+    return ""
+
+
+def _command(mode: bytes, folder: str | Path, memory_bytes: int, cpu_s: int, told: int) -> list[str]:
+    python = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))}
+    numbers = map(str, (os.getpid(), memory_bytes, cpu_s, told))
+    shown = json.dumps(sorted(map(os.path.abspath, python)))
+    return [sys.executable, "-I", "-S", confinement.__file__, mode.decode(), str(folder), shown, *numbers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +73,7 @@ class Execution:
     stderr: str
     exit_code: int  # 128 + signal where one ended it
     timed_out: bool
-    isolated: bool  # it had no network and no way to leave anything behind
+    isolated: bool  # it saw and reached nothing but the system's files
 
     @property
     def ok(self) -> bool:
@@ -68,11 +92,30 @@ class Program:
 class Sandbox:
     """At most `num` programs, or groups of programs, at a time; further ones wait."""
 
-    def __init__(self, *, num: int = 4, timeout_s: float = 5.0, memory_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, *, num: int = 4, timeout_s: float = 5.0, memory_bytes: int = 1 << 30, require_isolation: bool = True
+    ) -> None:
         if num < 1 or not timeout_s > 0:
             raise ValueError(f"sandbox: num = {num} must be at least 1, timeout_s = {timeout_s} above 0")
+        because = not_isolated_because()
+        if because and require_isolation:
+            raise ValueError(
+                f"code of a model cannot be isolated on this machine ({because}): allow unprivileged user namespaces, "
+                "or set require_isolation = false, which lets it read and write what you can"
+            )
+        self._mode = CONFINED if because else ISOLATED
         self._free = asyncio.Semaphore(num)
         self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
+
+    @property
+    def says(self) -> str:
+        """What holds, for the start of a run."""
+        if self._mode == ISOLATED:
+            return "code of the model runs isolated: no network, no files but the system's, a user without rights"
+        return (
+            f"warning: code of the model is not isolated ({not_isolated_because()}): it reads and writes what this "
+            "user can, and reaches the network"
+        )
 
     async def run(self, code: str, stdin: str = "") -> Execution:
         """Waits for a free place and for the program, `timeout_s` at most from when it begins."""
@@ -120,21 +163,21 @@ class Sandbox:
         work = folder / "work"
         work.mkdir()
         (folder / "code.py").write_text(program.code, encoding="utf-8", errors="surrogatepass")
-        source, out, err = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]  # noqa: SIM115
+        source, out, err = files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]  # noqa: SIM115
         source.write(program.stdin.encode("utf-8", errors="surrogatepass"))
         source.seek(0)
+        for file in files:  # they have no name; the code may be another user, and open them anew as /dev/stdout
+            os.fchmod(file.fileno(), 0o666)
         status, told = os.pipe()
         stack.callback(os.close, status)
-        limits = (str(os.getpid()), str(self._memory_bytes), str(int(self._timeout_s) + 2), str(told))
+        command = _command(self._mode, folder, self._memory_bytes, int(self._timeout_s) + 2, told)
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", __file__, str(folder), *limits),
+                *command,
                 stdin=source,
                 stdout=out,
                 stderr=err,
-                cwd=work,
-                env={"PATH": "/usr/bin:/bin", "HOME": str(work), "TMPDIR": str(work), "PYTHONDONTWRITEBYTECODE": "1"}
-                | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+                env={},
                 start_new_session=True,
                 pass_fds=(*program.fds, told),
             )
@@ -149,7 +192,7 @@ class _Running:
     out: BinaryIO
     err: BinaryIO
     status: int  # pipe on which the launcher marks the code's beginning
-    mark: bytes = b""  # ISOLATED or CONFINED
+    mark: bytes = b""  # ISOLATED or CONFINED, FAILED where that could not be
 
     async def kill(self) -> int:
         """The exit code, 128 + signal where one ended it.  Waits for the end, which is near."""
@@ -176,56 +219,10 @@ def _head(file: BinaryIO, num_bytes: int) -> str:
 
 
 async def _remove(folder: Path) -> None:
-    await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+    """Whatever the code made of it: folders that it has locked are opened, and the deepest are no recursion."""
+    await asyncio.shield(asyncio.to_thread(_removed, folder))
 
 
-# ---- in the child
-
-
-def _launch(folder: str, parent: int, memory_bytes: int, cpu_s: int, status: int) -> None:
-    """Become the code, confined."""
-    linux, isolated = sys.platform == "linux", False
-    if linux:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    if linux:
-        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        uid, gid = os.getuid(), os.getgid()
-        isolated = libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC) == 0
-    if isolated:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            Path(f"/proc/self/{name}").write_text(text)
-        alive, held = os.pipe()  # hangs up when the launcher ends
-        if child := os.fork():  # the child is process 1 of its namespace: with it everything in there ends
-            _, status = os.waitpid(child, 0)
-            os._exit(status >> 8 if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.close(held)
-        if select.select([alive], [], [], 0)[0]:
-            os._exit(1)
-        os.close(alive)
-    else:
-        runpy.run_path(str(Path(__file__).with_name("guard.py")))["guarded"](parent)
-    limits = {
-        resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_FSIZE: FILE_BYTES,
-        resource.RLIMIT_NOFILE: NUM_FILES,
-        resource.RLIMIT_CORE: 0,
-    }
-    if linux:  # macOS knows the limit and refuses to set it
-        limits[resource.RLIMIT_AS] = memory_bytes
-    if isolated:  # counted per namespace; elsewhere it would count all that this user runs
-        limits[resource.RLIMIT_NPROC] = NUM_PROCESSES
-    for limit, value in limits.items():
-        hard = resource.getrlimit(limit)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
-    os.write(status, ISOLATED if isolated else CONFINED)
-    os.close(status)
-    os.execv(sys.executable, [sys.executable, "-I", os.path.join(folder, "code.py")])
-
-
-if __name__ == "__main__":
-    _launch(sys.argv[1], *map(int, sys.argv[2:]))
+def _removed(folder: Path) -> None:
+    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        subprocess.run([*command, "--", folder], capture_output=True, check=False)

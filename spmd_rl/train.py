@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from spmd_rl import config as config_module
 from spmd_rl import continuation, disk, history
-from spmd_rl.agreement import NoAnswer, agree
+from spmd_rl.agreement import NoAnswer, Said, agree
 from spmd_rl.config import Config
 from spmd_rl.engines import check_engine, check_lengths, device_bytes, memory_warnings
 from spmd_rl.envs import Environment
@@ -177,27 +177,33 @@ def _agree(meeting: Meeting, world: World, config: Config, name: str) -> Start:
     agree(meeting, "preparation", prepare, lambda said: None, timeout_s=PREPARE_S)
     kind, has_device = "trainer" if world.role == "trainer" else "engine", world.topology.takes_device(world.rank)
     devices = {kind: world.device.type} if has_device else {}
-    lines = compare_files(meeting, config, role=world.role, devices=devices, timeout_s=PREPARE_S)
-    environments = _environments(meeting, world, config)
+    lines = list(compare_files(meeting, config, role=world.role, devices=devices, timeout_s=PREPARE_S))
+    environments, said_of_them = _environments(meeting, world, config)
+    lines += said_of_them
     words = agree(meeting, "start", begin, lambda said: said[0].value, timeout_s=PREPARE_S)
     restored = Path(words["restored"]) if words["restored"] else None
     start = start or Start(run_dir=Path(words["run_dir"]), version=words["version"], restored=restored)
     return replace(start, environments=environments)
 
 
-def _environments(meeting: Meeting, world: World, config: Config) -> dict[str, Environment]:
-    """Those that this rank will play, where it plays any.  ValueError on all ranks alike, with the rank and its host.
+def _environments(meeting: Meeting, world: World, config: Config) -> tuple[dict[str, Environment], list[str]]:
+    """Those that this rank will play, where it plays any, and what those of all ranks have to say (`says`).
+
+    ValueError on all ranks alike, with the rank and its host.
 
     Rank 0 has built them before, for their tasks; another node may lack a module or its data.
     """
     made: dict[str, Environment] = {}
 
-    def build() -> None:
+    def build() -> list[str]:
         if world.rank in world.topology.engine_leaders:
             made.update(load_environments(config, Tokenizer(config.model.path, config.model.template)))
+        return [f"env.{name}: {line}" for name, env in made.items() for line in getattr(env, "says", ())]
 
-    agree(meeting, "environments", build, lambda said: None, timeout_s=PREPARE_S)
-    return made
+    def together(said: Sequence[Said]) -> list[str]:
+        return sorted({line for one in said for line in one.value})
+
+    return made, agree(meeting, "environments", build, together, timeout_s=PREPARE_S)
 
 
 def _prepare(world: World, config: Config, name: str) -> Start:

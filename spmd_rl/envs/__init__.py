@@ -40,7 +40,10 @@ class Generate(Protocol):
 
 
 class Environment(Protocol):
-    """Built as `cls(tokenizer=…, **args)`, the args being those of its table in the config."""
+    """Built as `cls(tokenizer=…, **args)`, the args being those of its table in the config.
+
+    An attribute `says`, a list of lines, is printed where a run starts; an environment need not have one.
+    """
 
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
         """The tasks of a split ("train" | "eval"), in an order that the seed alone decides; endless or not."""

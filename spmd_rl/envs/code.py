@@ -43,6 +43,7 @@ class Code:
         timeout_s: float = 5.0,  # of a run
         memory_mib: int = 1024,  # of a run
         num_processes: int = 4,  # runs at a time, per inference rank
+        require_isolation: bool = True,  # false: where it cannot be isolated, code sees and reaches what you do
     ) -> None:
         self._prompt = Prompt(prompt, given=["tests"], column=question)
         self.tasks = Dataset(
@@ -55,7 +56,13 @@ class Code:
             max_epochs=max_epochs,
         ).tasks
         self._column, self._partial = tests, partial
-        self._sandbox = Sandbox(num=num_processes, timeout_s=timeout_s, memory_bytes=memory_mib << 20)
+        self._sandbox = Sandbox(
+            num=num_processes,
+            timeout_s=timeout_s,
+            memory_bytes=memory_mib << 20,
+            require_isolation=require_isolation,
+        )
+        self.says = [self._sandbox.says]
         self.rollout = SingleTurn(tokenizer=tokenizer, prompt=self.prompt, reward=self.reward).rollout
 
     def prompt(self, data: Data) -> Messages:

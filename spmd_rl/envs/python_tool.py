@@ -41,6 +41,7 @@ class PythonTool:
         timeout_s: float = 5.0,  # of a run
         memory_mib: int = 1024,  # of a run
         num_processes: int = 4,  # runs at a time, per inference rank
+        require_isolation: bool = True,  # false: where it cannot be isolated, code sees and reaches what you do
         tool_role: str = "user",  # of the output's message; "tool" where the chat template knows it
         on_rewrite: str = "segment",  # as in spmd_rl.envs.chat
     ) -> None:
@@ -51,7 +52,13 @@ class PythonTool:
         ).tasks
         self._tokenizer, self._column, self._mark, self._max_calls = tokenizer, answer, answer_after, max_calls
         self._tool_role, self._on_rewrite = tool_role, on_rewrite
-        self._sandbox = Sandbox(num=num_processes, timeout_s=timeout_s, memory_bytes=memory_mib << 20)
+        self._sandbox = Sandbox(
+            num=num_processes,
+            timeout_s=timeout_s,
+            memory_bytes=memory_mib << 20,
+            require_isolation=require_isolation,
+        )
+        self.says = [self._sandbox.says]
 
     def _check(self, row: Row) -> Row:
         answer = checked_answer(row["answer"], self._column, mark=self._mark, judge="number")

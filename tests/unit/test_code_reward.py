@@ -211,9 +211,9 @@ def shares():
     """Of all programs, a few at a time."""
 
     async def main():
-        sandbox = Sandbox(num=2, timeout_s=10.0)
+        sandbox = Sandbox(require_isolation=False, num=2, timeout_s=10.0)
         jobs = {("honest", name): statements_passed(sandbox, *case) for name, case in HONEST.items()}
-        quick = Sandbox(num=2, timeout_s=3.0)
+        quick = Sandbox(require_isolation=False, num=2, timeout_s=3.0)
         jobs |= {("cheat", name): statements_passed(quick, program, CHEATED) for name, program in CHEATS.items()}
         return dict(zip(jobs, await asyncio.gather(*jobs.values()), strict=True))
 

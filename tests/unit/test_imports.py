@@ -24,6 +24,7 @@ LAYERS = [
         "disk",
         "disk_watch",
         "guard",
+        "confinement",
         "sandbox",
         "judged_program",
         "row_files",
@@ -60,6 +61,7 @@ LAYERS = [
 ALLOWED = {
     ("simulate", "orchestrator"),
     ("world", "topology"),
+    ("sandbox", "confinement"),
     ("config", "topology"),
     ("smollm2", "gguf"),
     ("disk", "model_files"),

@@ -1,19 +1,50 @@
 import asyncio
 import itertools
+import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from spmd_rl.sandbox import CONFINED, OUTPUT_BYTES, Execution, Sandbox
+from spmd_rl import sandbox
+from spmd_rl.sandbox import CONFINED, OUTPUT_BYTES, Execution, Sandbox, not_isolated_because
 from tests.unit.test_workers import ends
+
+isolated = pytest.mark.skipif(bool(not_isolated_because()), reason=f"no isolation: {not_isolated_because()}")
 
 
 def run(code: str, stdin: str = "", **settings) -> Execution:
-    return asyncio.run(Sandbox(**settings).run(code, stdin))
+    return asyncio.run(Sandbox(require_isolation=False, **settings).run(code, stdin))
+
+
+def told(code: str, **settings) -> object:
+    """What isolated code says in JSON."""
+    execution = asyncio.run(Sandbox(**settings).run(f"import ctypes, json, os, socket\n{code}"))
+    assert execution.isolated and execution.ok, execution
+    return json.loads(execution.stdout)
+
+
+def wait_until(true) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def processes_with(word: str) -> list[str]:
+    """Of this machine, by what is on their command line or in their environment."""
+    files = [file for name in ("cmdline", "environ") for file in Path("/proc").glob(f"[0-9]*/{name}")]
+    found = []
+    for file in files:
+        try:
+            found += [file.parent.name] if word.encode() in file.read_bytes() else []
+        except OSError:  # it has just ended
+            continue
+    return found
 
 
 def test_code_prints_reads_and_ends():
@@ -36,12 +67,8 @@ def test_memory_and_file_size_are_limited():
     assert "File too large" in run("open('x', 'wb').write(bytes(1 << 25))").stderr
 
 
-def test_open_files_and_processes_are_limited():
+def test_open_files_are_limited():
     assert "Too many open files" in run("[open('/dev/null') for _ in range(200)]").stderr
-    execution = run("import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(1); os._exit(0)")
-    if os.getuid() == 0 or not execution.isolated:
-        pytest.skip("processes are limited for other users than root, where the kernel grants namespaces")
-    assert "BlockingIOError" in execution.stderr
 
 
 def test_output_without_end_is_cut():
@@ -55,27 +82,165 @@ def test_the_working_directory_is_its_own_and_is_removed():
     assert path == "None" and not Path(folder).exists() and Path(folder) != Path.cwd()
 
 
-def test_what_it_started_does_not_stay(tmp_path):
-    code = f"""
-import os, time
+STAYS = """
+import ctypes, os, sys, time
+ctypes.CDLL(None).prctl(1, 0)  # no signal when the parent ends
 if os.fork() == 0:
     os.setsid()
-    open({str(tmp_path / "child")!r}, 'w').write(os.readlink('/proc/self'))
-    time.sleep(3600)
-while not os.path.exists({str(tmp_path / "child")!r}): time.sleep(0.01)
-time.sleep(0.05)
+    os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(3600)"], {"WORD": "%s"})
+os.setsid()
+time.sleep(0.5)
+print("begun", flush=True)
+time.sleep(%d)
 """
-    run(code)
-    assert ends(int((tmp_path / "child").read_text()))
 
 
-def test_there_is_no_network():
-    code = "import socket; s = socket.socket(); s.settimeout(2); s.connect(('127.0.0.1', {port}))"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        execution = run(code.format(port=server.getsockname()[1]))
-    if not execution.isolated:
-        pytest.skip("this kernel grants no namespaces")
-    assert execution.exit_code == 1 and "OSError" in execution.stderr
+@pytest.mark.parametrize("sleeps", [0, 3600])
+def test_what_it_started_does_not_stay(sleeps: int):
+    word = f"{os.getpid()}-{sleeps}-stays"
+    execution = run(STAYS % (word, sleeps), timeout_s=10.0 if not sleeps else 2.0)
+    assert execution.stdout == "begun\n" and execution.timed_out == bool(sleeps)
+    assert not processes_with(word)
+
+
+@isolated
+def test_what_it_started_ends_with_the_process_that_started_it():
+    word = f"{os.getpid()}-outlives"
+    code = f"import asyncio; from spmd_rl.sandbox import Sandbox; asyncio.run(Sandbox().run({STAYS % (word, 60)!r}))"
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        wait_until(lambda: processes_with(word))
+        parent.kill()
+    wait_until(lambda: not processes_with(word))
+
+
+# ---- what isolated code sees and reaches
+
+
+@isolated
+def test_processes_are_limited_for_root_too():
+    assert "BlockingIOError" in run("import os, time\nfor _ in range(100):\n    if not os.fork(): time.sleep(9)").stderr
+
+
+@isolated
+def test_it_is_nobody_and_cannot_become_anybody():
+    code = """
+libc = ctypes.CDLL(None, use_errno=True)
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+became = [libc.setuid(0), libc.setgroups(0, None), libc.unshare(0x10000000), libc.unshare(0x20000),
+          libc.mount(b"none", b"/tmp", b"tmpfs", 0, None), libc.umount2(b"/usr", 2), libc.chroot(b"/tmp")]
+print(json.dumps([os.getuid(), [status[f"Cap{s}"].strip() for s in ("Inh", "Prm", "Eff", "Bnd", "Amb")], became]))
+"""
+    uid, capabilities, became = told(code)
+    assert uid == (os.getuid() or 65534) and set(capabilities) == {"0" * 16} and set(became) == {-1}
+
+
+@isolated
+def test_it_sees_the_system_and_nothing_else(tmp_path: Path):
+    (tmp_path / "secret").write_text("s")
+    code = f"""
+seen = {{path: os.path.exists(path) for path in ({str(tmp_path)!r}, {str(Path.cwd())!r} + "/README.md", "/run", "/var",
+    "/sys", "/etc/shadow", "/etc/hosts", "/home", "/dev/sda", "/dev/kvm", "/dev/tty", "/dev/mem")}}
+print(json.dumps([seen, sorted(os.listdir("/tmp")), [p for p in os.listdir("/proc") if p.isdigit()],
+    sorted(os.listdir("/proc/self/fd"))[:3], len(os.listdir("/proc/self/fd")), os.path.exists("/usr")]))
+"""
+    seen, temporary, processes, first, num_open, system = told(code)
+    assert not any(seen.values()) and system
+    assert temporary == ["shm", "work"] and len(processes) == 2
+    assert first == ["0", "1", "2"] and num_open == 4  # the fourth is of the listing
+
+
+@isolated
+def test_it_can_write_to_its_own_file_system_alone():
+    code = """
+def writes(path):
+    try:
+        with open(path, "w"): return True
+    except OSError: return False
+places = ["/usr/x", "/usr/bin/env", "/bin/x", "/x", "/code.py", "/etc/passwd", "/etc/x", "/dev/x", os.__file__,
+    "/proc/sys/kernel/hostname", "/proc/sysrq-trigger", "/proc/1/oom_score_adj"]
+own = ["x", "/tmp/x", "/dev/shm/x", "/dev/null"]
+print(json.dumps([[path for path in paths if writes(path)] for paths in (places, own)]))
+"""
+    assert told(code) == [[], ["x", "/tmp/x", "/dev/shm/x", "/dev/null"]]
+
+
+@isolated
+def test_its_files_have_one_limit_together():
+    code = """
+written = 0
+try:
+    for i in range(200):
+        with open(("x", "/tmp/x", "/dev/shm/x")[i % 3] + str(i), "wb") as file: written += file.write(bytes(1 << 20))
+except OSError as error: print(json.dumps([error.errno, written]))
+"""
+    errno, written = told(code)
+    assert errno == 28 and 60 << 20 <= written <= 64 << 20
+
+
+@isolated
+def test_it_reaches_no_socket_of_this_machine(tmp_path: Path):
+    code = """
+def reaches(family, address):
+    with socket.socket(family) as s:
+        s.settimeout(2)
+        try: s.connect(address)
+        except OSError as error: return type(error).__name__
+unix = [reaches(socket.AF_UNIX, address) for address in (%r, %r)]
+print(json.dumps([reaches(socket.AF_INET, ("127.0.0.1", %d)), *unix]))
+"""
+    abstract = f"\0spmd-{os.getpid()}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as named,
+        socket.socket(socket.AF_UNIX) as other,
+    ):
+        for server, address in ((named, str(tmp_path / "s")), (other, abstract)):
+            server.bind(address)
+            server.listen()
+        answers = told(code % (str(tmp_path / "s"), abstract, tcp.getsockname()[1]))
+    assert answers == ["OSError", "FileNotFoundError", "ConnectionRefusedError"]
+
+
+@isolated
+def test_signals_stay_inside():
+    execution = run("import os; print('begun', flush=True); os.kill(-1, 9)")
+    assert execution.stdout == "begun\n" and "ProcessLookupError" in execution.stderr
+
+
+@isolated
+def test_its_environment_is_its_own():
+    code = (
+        "print(json.dumps([sorted(os.environ), [open(f'/proc/{p}/environ', 'rb').read().decode() for p in ('self',)]]))"
+    )
+    names, others = told(code)
+    assert not {"USER", "PYTHONPATH", "HF_TOKEN", "LOGNAME"} & set(names) and "PYTHONPATH" not in others[0]
+
+
+LOCKED = {
+    "nested": "for _ in range(1200): os.mkdir('d'); os.chdir('d')",
+    "locked": "os.makedirs('a/b/c'); os.chmod('a/b', 0); os.chmod('a', 0); os.chmod('.', 0)",
+    "replaced": "os.chdir('..'); os.rmdir('work') if os.path.isdir('work') else None; os.mkfifo('work')",
+    "links": "os.symlink('/proc/self/environ', 'out'); os.symlink('/', 'root'); os.link('out', 'other')",
+}
+
+
+@pytest.mark.parametrize("mode", ["isolated", "confined"])
+@pytest.mark.parametrize("damage", LOCKED)
+def test_whatever_it_does_to_its_folder_the_folder_is_gone(damage: str, mode: str, tmp_path: Path, monkeypatch) -> None:
+    if mode == "confined":
+        monkeypatch.setattr(sandbox, "not_isolated_because", lambda: "tried")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    execution = run(f"import os\n{LOCKED[damage]}\nprint('done')")
+    assert execution.stdout == "done\n", execution.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_isolation_a_sandbox_is_refused_unless_that_is_allowed(monkeypatch) -> None:
+    monkeypatch.setattr(sandbox, "not_isolated_because", lambda: "unshare: Operation not permitted")
+    with pytest.raises(ValueError, match=r"\(unshare: Operation not permitted\).*require_isolation = false"):
+        Sandbox()
+    assert not run("print(1)").isolated
 
 
 def test_a_signal_that_ends_it_is_told():
@@ -87,8 +252,8 @@ def test_without_namespaces_the_limits_still_hold_and_nothing_stays():
 import asyncio
 from spmd_rl.sandbox import Sandbox
 hangs = "import os, time\\nif os.fork() == 0: os.setsid(); print(os.getpid(), flush=True)\\ntime.sleep(60)"
-a = asyncio.run(Sandbox().run("print(1)"))
-b = asyncio.run(Sandbox(timeout_s=1.0).run(hangs))
+a = asyncio.run(Sandbox(require_isolation=False).run("print(1)"))
+b = asyncio.run(Sandbox(timeout_s=1.0, require_isolation=False).run(hangs))
 print(a.stdout.strip(), a.isolated, b.timed_out, b.isolated, b.stdout)
 """
     inner = f"echo 0 > /proc/sys/user/max_user_namespaces && exec {sys.executable} -c '{code}'"
@@ -102,11 +267,13 @@ print(a.stdout.strip(), a.isolated, b.timed_out, b.isolated, b.stdout)
 
 def test_without_linux_the_other_limits_still_hold(tmp_path):
     (tmp_path / "code.py").write_text("import resource as r; print(*map(r.getrlimit, (r.RLIMIT_CPU, r.RLIMIT_AS)))")
+    (tmp_path / "work").mkdir()
     code = f"""
 import ctypes, os, sys
-from spmd_rl.sandbox import _launch
+from spmd_rl import confinement
 sys.platform, ctypes.CDLL = "darwin", None
-_launch({str(tmp_path)!r}, os.getppid(), 1 << 30, 7, os.open({str(tmp_path / "mark")!r}, os.O_WRONLY | os.O_CREAT))
+mark = os.open({str(tmp_path / "mark")!r}, os.O_WRONLY | os.O_CREAT)
+confinement.launch(confinement.CONFINED, {str(tmp_path)!r}, [], os.getppid(), 1 << 30, 7, mark)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "(7, 7) (-1, -1)\n", done.stderr
