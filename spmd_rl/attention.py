@@ -8,7 +8,8 @@ Promises: a packed forward equals the forwards of its sequences one by one.  Kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -17,10 +18,34 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 ATTENTION = "spmd_varlen"
+
+
+class Rule(NamedTuple):
+    """What a token of one layer sees, and how scores q·k become weights."""
+
+    scale: float
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it; None = all before it
+    chunk: int | None = None  # and of these only those whose position divided by the chunk is as its own
+    softcap: float | None = None  # scores are softcap · tanh(score / softcap)
+    sinks: Tensor | None = None  # [H], one more score in the softmax, whose weight goes nowhere
+
+    def oldest(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        first = 0 if self.window is None else max(0, position + 1 - self.window)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
+
+    def hidden(self, row: Tensor, col: Tensor) -> Tensor:
+        """Bool, True where the token at position `row` does not see that at `col`; the two broadcast."""
+        hidden = col > row
+        if self.window is not None:
+            hidden |= col <= row - self.window
+        if self.chunk is not None:
+            hidden |= col // self.chunk != row // self.chunk
+        return hidden
 
 
 class Attend(Protocol):
@@ -32,10 +57,7 @@ class Attend(Protocol):
         q: Tensor,  # [1, H, T, D]
         k: Tensor,  # [1, H_kv, T, D]
         v: Tensor,  # [1, H_kv, T, D]
-        *,
-        scale: float,
-        window: int | None,  # a token sees itself and the window - 1 tokens before it; None = all before it
-        softcap: float | None,
+        rule: Rule,
     ) -> Tensor:  # [1, T, H, D]
         ...
 
@@ -84,22 +106,16 @@ class Segments:
         self.spans = spans(cu_seqlens, parents)
         self._on_device: tuple[Tensor, ...] = ()
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _has_flash_attn():
-            return self._flash(q, k, v, scale, window, softcap)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        low = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        if low and rule.chunk is None and rule.sinks is None and _has_flash_attn():
+            return self._flash(q, k, v, rule)
         outs = [
-            causal_attention(
-                q[:, :, s.start : s.end], s.keys(k), s.keys(v), scale=scale, window=window, softcap=softcap
-            ).transpose(1, 2)
-            for s in self.spans
+            causal_attention(q[:, :, s.start : s.end], s.keys(k), s.keys(v), rule).transpose(1, 2) for s in self.spans
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
-    def _flash(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """Keys of a shared start are repeated for each that goes on from it; queries are the last of their keys."""
         from flash_attn import flash_attn_varlen_func
 
@@ -121,10 +137,10 @@ class Segments:
             cu_keys,
             max(queries),
             max(keys),
-            softmax_scale=scale,
+            softmax_scale=rule.scale,
             causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            softcap=softcap or 0.0,
+            window_size=(-1, -1) if rule.window is None else (rule.window - 1, 0),
+            softcap=rule.softcap or 0.0,
         )
         return out[None]
 
@@ -134,32 +150,76 @@ def _has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
 
 
+class ByRow:
+    """`Attend` of layers whose tokens lie in n rows of one, as [n, H, 1, D]: a step of n sequences."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:  # [n, 1, H, D]
+        return self._attend(layer, *(x.transpose(0, 2) for x in (q, k, v)), rule).transpose(0, 1)
+
+
 def causal_attention(
     q: Tensor,  # [1, H, Q, D], the last Q of the K positions
     k: Tensor,  # [1, H_kv, K, D]
     v: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    rule: Rule,
 ) -> Tensor:  # [1, H, Q, D]
     """Attention of the last Q positions of one sequence to itself and what came before."""
     num_q, num_k = q.shape[2], k.shape[2]
-    banded = window is not None and num_k > window
-    mask = None
-    if banded or softcap is not None or 1 < num_q < num_k:
+    near = min(rule.window or num_k, rule.chunk or num_k)  # that far back all is seen
+    plain = rule.softcap is None and rule.sinks is None
+    hidden = None
+    if num_k > near or not plain or 1 < num_q < num_k:
         row = torch.arange(num_k - num_q, num_k, device=q.device)[:, None]
-        col = torch.arange(num_k, device=q.device)
-        mask = col <= row
-        if banded:
-            mask &= col > row - window
-    if softcap is None:
-        causal = mask is None and num_q > 1
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
+        hidden = rule.hidden(row, torch.arange(num_k, device=q.device))
+    if plain:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if hidden is None else ~hidden,
+            is_causal=hidden is None and num_q > 1,
+            scale=rule.scale,
+            enable_gqa=True,
+        )
     groups = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * scale
-    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v.repeat_interleave(groups, 1)
+    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks.to(scores.dtype)[None, :, None, None].expand(1, -1, num_q, 1)], 3)
+    weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, q.dtype)).to(q.dtype)
+    return weights[..., :num_k] @ v.repeat_interleave(groups, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What an architecture asks of its attention mask beside causality, in place of a tensor."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def _mask(
+    *,
+    config: PretrainedConfig,
+    mask_function: Callable[..., Tensor],
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: object,
+) -> Mask | None:  # None: causal, and no more
+    """What transformers makes masks with.  ValueError for one that no `Mask` describes."""
+    if use_vmap or not getattr(config, "is_causal", True) or mask_function is bidirectional_mask_function:
+        raise ValueError(
+            f"{config.model_type}: an attention mask that is not causal, or one of its own, is not supported"
+        )
+    if local_size is None:
+        return None
+    chunked = getattr(config, "attention_chunk_size", None) == local_size
+    return Mask(chunk=local_size) if chunked else Mask(window=local_size)
 
 
 def _attention(
@@ -167,27 +227,33 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # attention sinks
     attend: Attend | None = None,
-    **others: object,
+    **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; `attend` is the keyword that came with the forward."""
+    """What transformers calls in each layer; `attend` is the keyword that came with the forward.
+
+    The mask says what a token sees, as it does for transformers' own attention: the keyword `sliding_window`, which
+    some architectures leave out and some pass where the mask has no window, is for kernels without masks.
+    """
     name = type(module).__name__
     if attend is None:
         raise ValueError(f"{name}: forward without `attend=`: call model.hidden_states, not the model itself")
-    if attention_mask is not None or dropout or others.get("s_aux") is not None:
-        raise ValueError(f"{name}: masks, attention dropout and attention sinks are not supported by {ATTENTION}")
+    if isinstance(attention_mask, Tensor) or dropout:
+        raise ValueError(f"{name}: masks of its own and attention dropout are not supported by {ATTENTION}")
+    mask = attention_mask or Mask()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window, softcap=softcap), None
-
-
-def _no_mask(*_: object, **__: object) -> None:
-    return None
+    rule = Rule(scale=scale, window=mask.window, chunk=mask.chunk, softcap=softcap, sinks=s_aux)
+    width = value.shape[-1]
+    if width != query.shape[-1]:  # keys and values are held side by side: zeros change neither scores nor sums
+        most = max(width, query.shape[-1])
+        query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in (query, key, value))
+    return attend(module.layer_idx, query, key, value, rule)[..., :width], None
 
 
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
+AttentionMaskInterface.register(ATTENTION, _mask)

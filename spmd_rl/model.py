@@ -23,7 +23,9 @@ from transformers.utils.logging import disable_progress_bar
 from spmd_rl.attention import ATTENTION, Attend, Segments, token_positions
 from spmd_rl.model_files import FLOATS, INDEX, SINGLE, Stored, stored_tensors
 
-CARRIES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}  # kinds of layers
+STATES = {"linear_attention", "conv", "mamba", "mamba2", "recurrent"}  # kinds of layers without attention
+CARRIES = STATES | {"hybrid", "hybrid_sliding"}  # and with both
+OTHER_LAYERS = {"moe", "mlp"}  # with neither
 _PIECE = 16 << 20  # bytes compared at a time
 LONGEST = 300  # characters of another library's error
 
@@ -61,10 +63,14 @@ def vocab_size(folder: str | Path) -> int:
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Layers, key heads, width of a head."""
+    """Layers with attention, key heads, width of a head (the wider one where keys and values differ)."""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    layers = sum(kind not in STATES | OTHER_LAYERS for kind in kinds)
+    if nope := getattr(config, "qk_nope_head_dim", None):  # latent attention, whose keys are held expanded
+        return layers, config.num_attention_heads, max(nope + config.qk_rope_head_dim, config.v_head_dim)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, heads, dim
+    return layers, heads, dim
 
 
 def kv_token_bytes(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:

@@ -3,17 +3,17 @@
 Sequences live in slabs: rows of one capacity (64, 128, 256 … tokens), always packed without holes, so that the decode
 attention of a slab is one call on a view, without copying.  A sequence that outgrows its slab moves to the next, so
 memory and padding stay within a factor of two of the tokens held, however long the longest sequence is.  Prompts are
-computed in a `Prefix` of their own and copied into a row for each sequence that starts from it.  With a budget, rows
-kept in reserve go before it would be exceeded.  Knows nothing of sampling or versions.
+computed in a `Prefix` of their own and copied into a row for each sequence that starts from it.  What a layer holds of
+a token has the shape that it came in with; a layer without attention holds nothing.  With a budget, rows kept in
+reserve go before it would be exceeded.  Knows nothing of sampling or versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from spmd_rl.engine.sampling import Uniforms
@@ -42,34 +42,38 @@ class Prefix:
     """Keys and values of some tokens, computed chunk by chunk, for one sequence or a group that shares them."""
 
     tokens: list[int]
-    kv: Tensor | None = None  # [layers, 2, H_kv, len(tokens), D], from its first chunk on
+    kv: dict[int, Tensor] = field(default_factory=dict)  # by layer [2, H_kv, len(tokens), D], from its first chunk on
+    is_open: bool = False  # there is memory for it
     num_done: int = 0
     last_hidden: Tensor | None = None  # [d] of the last token, once all are done
     waiting: list[Sequence] = field(default_factory=list)  # start when it is done
     base: Prefix | None = None  # a shorter one that this extends and waits for
 
+    def hold(self, layer: int, k: Tensor, v: Tensor, begin: int) -> Tensor:
+        """Keys and values of the tokens from `begin` on, each [H_kv, n, D]; returns the layer's memory."""
+        if layer not in self.kv:
+            self.kv[layer] = k.new_empty(2, k.shape[0], len(self.tokens), k.shape[2])
+        kept, end = self.kv[layer], begin + k.shape[1]
+        kept[0, :, begin:end], kept[1, :, begin:end] = k, v
+        return kept
+
 
 class Slab:
     """Rows of one capacity; its sequences sit in rows 0 … n - 1, in this order."""
 
-    def __init__(self, capacity: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.num_rows = capacity, 0
         self.sequences: list[Sequence] = []
-        layers, heads, dim = shape
-        self.kv = [torch.empty(2, 0, heads, capacity, dim, dtype=dtype, device=device) for _ in range(layers)]
+        self.kv: dict[int, Tensor] = {}  # by layer [2, num_rows, H_kv, capacity, D]
 
-    @property
-    def num_rows(self) -> int:
-        return self.kv[0].shape[1]
-
-    def add(self, sequence: Sequence, kv: Seq[Tensor]) -> None:
-        """Into the next row, which exists; kv: per layer [2, H_kv, tokens held, D]."""
+    def add(self, sequence: Sequence, kv: Mapping[int, Tensor]) -> None:
+        """Into the next row, which exists; kv: by layer [2, H_kv, tokens held, D]."""
         sequence.slab, sequence.row = self, len(self.sequences)
         self.sequences.append(sequence)
         self._write(sequence.row, kv)
 
-    def held(self, sequence: Sequence, num_tokens: int) -> list[Tensor]:
-        return [x[:, sequence.row, :, :num_tokens] for x in self.kv]
+    def held(self, sequence: Sequence, num_tokens: int) -> dict[int, Tensor]:
+        return {layer: x[:, sequence.row, :, :num_tokens] for layer, x in self.kv.items()}
 
     def remove(self, sequence: Sequence, row: int) -> None:
         """Free a sequence's row; the last row moves into it."""
@@ -82,13 +86,17 @@ class Slab:
 
     def resize(self, num_rows: int) -> None:
         kept = min(num_rows, self.num_rows)
-        for layer, old in enumerate(self.kv):  # masked positions get weight 0, and 0 times garbage could be NaN
+        for layer, old in self.kv.items():  # masked positions get weight 0, and 0 times garbage could be NaN
             self.kv[layer] = old.new_zeros(2, num_rows, *old.shape[2:])
             self.kv[layer][:, :kept] = old[:, :kept]
+        self.num_rows = num_rows
 
-    def _write(self, row: int, kv: Seq[Tensor]) -> None:
-        for mine, theirs in zip(self.kv, kv, strict=True):
-            mine[:, row, :, : theirs.shape[2]] = theirs
+    def _write(self, row: int, kv: Mapping[int, Tensor]) -> None:
+        for layer, theirs in kv.items():
+            if layer not in self.kv:
+                _, heads, _, dim = theirs.shape
+                self.kv[layer] = theirs.new_zeros(2, self.num_rows, heads, self.capacity, dim)
+            self.kv[layer][:, row, :, : theirs.shape[2]] = theirs
 
 
 class Cache:
@@ -97,14 +105,9 @@ class Cache:
     def __init__(
         self,
         *,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
         max_rows: int,  # sequences that have a row at a time
         budget: int,  # tokens for which keys and values may be held
     ) -> None:
-        self.shape = shape  # layers, H_kv, D
-        self.dtype, self.device = dtype, device
         self._max_rows, self._budget = max_rows, budget
         self._slabs: dict[int, Slab] = {}
         self._prefixes: WeakSet[Prefix] = WeakSet()  # that hold any
@@ -126,9 +129,7 @@ class Cache:
     def open(self, prefix: Prefix) -> None:
         """Memory for a prefix that is about to be computed."""
         self._fit(len(prefix.tokens))
-        layers, heads, dim = self.shape
-        shape = (layers, 2, heads, len(prefix.tokens), dim)
-        prefix.kv = torch.empty(shape, dtype=self.dtype, device=self.device)
+        prefix.is_open = True
         self._prefixes.add(prefix)
 
     def start(self, sequence: Sequence, prefix: Prefix) -> None:
@@ -158,7 +159,7 @@ class Cache:
         """With a free row."""
         capacity = self.capacity(num_tokens)
         if capacity not in self._slabs:
-            self._slabs[capacity] = Slab(capacity, self.shape, self.dtype, self.device)
+            self._slabs[capacity] = Slab(capacity)
         slab = self._slabs[capacity]
         used = len(slab.sequences)
         if used == slab.num_rows:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd_rl.attention import Attend
+from spmd_rl.attention import Attend, Rule
 from spmd_rl.engine.matrix import Matrix
 from spmd_rl.model import kv_shape
 
@@ -62,7 +62,8 @@ class LlamaBody:
         # rotate_half(x) * sin = roll(x, D/2) * [-sin, sin]
         self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
         windowed = [config if config.model_type == "mistral" else layer.self_attn for layer in model.base_model.layers]
-        self._windows = [getattr(owner, "sliding_window", None) for owner in windowed]
+        windows = [getattr(owner, "sliding_window", None) for owner in windowed]
+        self._rules = [Rule(scale=self._dim**-0.5, window=window) for window in windows]
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
@@ -74,7 +75,7 @@ class LlamaBody:
     def prepare(self, tensors: Mapping[str, Tensor]) -> _Weights:
         head_weight = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
         return _Weights(
-            layers=[_layer(tensors, f"model.layers.{i}.", self._one_row) for i in range(len(self._windows))],
+            layers=[_layer(tensors, f"model.layers.{i}.", self._one_row) for i in range(len(self._rules))],
             embedding=tensors["model.embed_tokens.weight"],
             norm=tensors["model.norm.weight"],
             head=Matrix([head_weight], one_row=self._one_row),
@@ -87,9 +88,9 @@ class LlamaBody:
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         weights, x = self._weights, F.embedding(token_ids, self._weights.embedding)
         cos, sin = self._cos[positions], self._sin[positions]
-        num, scale = len(x), self._dim**-0.5
+        num = len(x)
         parts = [self._heads, self._kv_heads, self._kv_heads]
-        for index, (layer, window) in enumerate(zip(weights.layers, self._windows, strict=True)):
+        for index, (layer, rule) in enumerate(zip(weights.layers, self._rules, strict=True)):
             matrices, vectors = layer.matrices, layer.vectors
             qkv = matrices["qkv"](self._normed(x, vectors["input_layernorm"]), vectors.get("qkv"))
             qkv = qkv.view(1, num, -1, self._dim).transpose(1, 2)
@@ -99,7 +100,7 @@ class LlamaBody:
                 q, k = self._normed(q, vectors["self_attn.q_norm"]), self._normed(k, vectors["self_attn.k_norm"])
                 qk = torch.cat([q, k], 1)
             torch.addcmul(qk * cos, qk.roll(self._dim // 2, -1), sin, out=rotated)
-            a = attend(index, *qkv.split(parts, 1), scale=scale, window=window, softcap=None)
+            a = attend(index, *qkv.split(parts, 1), rule)
             x += matrices["out"](a.reshape(num, -1), vectors.get("out"))
             gate, up = matrices["gate_up"](self._normed(x, vectors["post_attention_layernorm"])).chunk(2, -1)
             x += matrices["down"](F.silu(gate).mul_(up))

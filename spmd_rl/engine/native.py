@@ -28,7 +28,6 @@ from spmd_rl.engine.step_attention import StepAttention
 from spmd_rl.engine.stops import Decode, check_stop, completes_stop
 from spmd_rl.engine.weights import check_update, sampled_before
 from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import kv_shape
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import manifest
 
@@ -73,9 +72,7 @@ class NativeEngine:
         one_row = deterministic or max_slots == 1
         self._body: Body = LlamaBody(model, max_seq_len, device, one_row=one_row) if short else Modules(model)
         self._room = KvRoom.of(config, dtype=model.dtype, num_bytes=kv_cache_bytes, max_seq_len=max_seq_len)
-        self._cache = Cache(
-            shape=kv_shape(config), dtype=model.dtype, device=device, max_rows=max_slots, budget=self._room.total
-        )
+        self._cache = Cache(max_rows=max_slots, budget=self._room.total)
         self._no_rows = torch.empty(0, config.hidden_size, dtype=model.dtype, device=device)
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: dict[int, Sequence] = {}
@@ -260,11 +257,12 @@ class NativeEngine:
         for job in self._jobs:
             if job.base is not None and job.base.last_hidden is None:
                 break
-            if job.kv is None:
+            if not job.is_open:
                 self._cache.open(job)
             if job.base is not None:
                 job.num_done = min(len(job.base.tokens), len(job.tokens) - 1)
-                job.kv[:, :, :, : job.num_done] = job.base.kv[:, :, :, : job.num_done]
+                for layer, kv in job.base.kv.items():
+                    job.hold(layer, *kv[:, :, : job.num_done], 0)
                 job.base = None
             left = len(job.tokens) - job.num_done
             if self._deterministic and min(left, self._prefill_budget) > budget:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.attention import causal_attention
+from spmd_rl.attention import Rule, causal_attention
 from spmd_rl.engine.cache import Prefix, Slab
 
 
@@ -27,37 +27,36 @@ class _Rows:
         self._even = min(held) == max(held)
         self._held = torch.tensor(held, device=device)
         self._every = torch.arange(num, device=device)
-        self._in_numpy = device.type == "cpu" and slab.kv[0].dtype == torch.float32
-        self._masks: dict[int | None, Tensor] = {}
+        self._on_cpu = device.type == "cpu"
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule
     ) -> Tensor:  # q [1, H, n, D], k and v [1, H_kv, n, D] -> [1, n, H, D]
-        mask = None if self._even else self._mask(window, q.dtype)
-        oldest = self._length - window if self._even and window is not None and window < self._length else 0
+        mask = None if self._even else self._mask(rule, q.dtype)
+        oldest = rule.oldest(self._length - 1) if self._even else 0
         cached = self._slab.kv[layer]  # [2, rows, H_kv, capacity, D]
         every, held, new = self._every, self._held, (k[0].transpose(0, 1), v[0].transpose(0, 1))
         q = q.view(k.shape[1], -1, self.num, q.shape[3]).permute(2, 0, 1, 3)  # queries of a key head: positions
+        sinks = None if rule.sinks is None else rule.sinks.view(*q.shape[1:3], 1)
         attend = _attend
-        if self._in_numpy:
+        if self._on_cpu and q.dtype == torch.float32:
             attend, mask = _attend_in_numpy, None if mask is None else mask.numpy()
+            sinks = None if sinks is None else sinks.numpy()
             q, cached, every, held, *new = (x.numpy() for x in (q, cached, every, held, *new))
         cached = cached[:, self._rows]
         for mine, its in zip(cached, new, strict=True):
             mine[every, :, held] = its
         keys, values = cached[:, :, :, oldest : self._length]
-        return attend(q, keys, values, mask, scale, softcap).reshape(1, self.num, -1, q.shape[3])
+        return attend(q, keys, values, mask, sinks, rule).reshape(1, self.num, -1, q.shape[3])
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        if window not in self._masks:
-            column = torch.arange(self._length, device=self._held.device)
-            held = self._held[:, None]
-            hidden = column > held
-            if window is not None:
-                hidden |= column <= held - window
+    def _mask(self, rule: Rule, dtype: torch.dtype) -> Tensor:
+        seen = rule.window, rule.chunk
+        if seen not in self._masks:
+            hidden = rule.hidden(self._held[:, None], torch.arange(self._length, device=self._held.device))
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None, None]
-        return self._masks[window]
+            self._masks[seen] = mask[:, None, None]
+        return self._masks[seen]
 
 
 def _attend(
@@ -65,28 +64,38 @@ def _attend(
     keys: Tensor,  # [n, H_kv, L, D]
     values: Tensor,  # [n, H_kv, L, D]
     mask: Tensor | None,  # [n, 1, 1, L]
-    scale: float,
-    softcap: float | None,
+    sinks: Tensor | None,  # [H_kv, H / H_kv, 1]
+    rule: Rule,
 ) -> Tensor:  # like q
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-    scores = softcap * torch.tanh(q @ keys.transpose(2, 3) * (scale / softcap))
-    weights = (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32)
-    return weights.to(q.dtype) @ values
+    if rule.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=rule.scale)
+    scores = q @ keys.transpose(2, 3) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(len(q), -1, -1, 1)], 3)
+    weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, q.dtype)).to(q.dtype)
+    return weights[..., : keys.shape[2]] @ values
 
 
 def _attend_in_numpy(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, scale: float, softcap: float | None
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, sinks: np.ndarray | None, rule: Rule
 ) -> Tensor:
     """The same of arrays."""
-    scores = (q * scale) @ keys.swapaxes(2, 3)
-    if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
+    scores = (q * rule.scale) @ keys.swapaxes(2, 3)
+    if rule.softcap is not None:
+        scores = rule.softcap * np.tanh(scores / rule.softcap)
     if mask is not None:
         scores += mask
-    scores -= scores.max(-1, keepdims=True)
+    most = scores.max(-1, keepdims=True)
+    if sinks is not None:
+        most = np.maximum(most, sinks)
+    scores -= most
     weights = np.exp(scores, out=scores)
-    weights /= weights.sum(-1, keepdims=True)
+    total = weights.sum(-1, keepdims=True)
+    weights /= total if sinks is None else total + np.exp(sinks - most)
     return torch.from_numpy(weights @ values)
 
 
@@ -114,16 +123,13 @@ class StepAttention:
             self.token_ids += prefix.tokens[begin:end]
             self.positions += range(begin, end)
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         outs = []
         for rows in self._rows:
             own = (x if rows.num == x.shape[2] else x.narrow(2, rows.start, rows.num) for x in (q, k, v))
-            outs.append(rows.attend(layer, *own, scale, window, softcap))
+            outs.append(rows.attend(layer, *own, rule))
         for prefix, begin, end, start in self._chunks:
-            own, kept = slice(start, start + end - begin), prefix.kv[layer]
-            kept[0, :, begin:end], kept[1, :, begin:end] = k[0, :, own], v[0, :, own]
-            out = causal_attention(q[:, :, own], *kept[:, None, :, :end], scale=scale, window=window, softcap=softcap)
-            outs.append(out.transpose(1, 2))
+            own = slice(start, start + end - begin)
+            kept = prefix.hold(layer, k[0, :, own], v[0, :, own], begin)
+            outs.append(causal_attention(q[:, :, own], *kept[:, None, :, :end], rule).transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from spmd_rl.attention import Span, causal_attention, token_positions
+from spmd_rl.attention import Rule, Span, causal_attention, token_positions
 from spmd_rl.model import run_body
 
 Piece = tuple[Span, int, int]  # tokens a … b of a span
@@ -62,18 +62,13 @@ class Part:
         places = torch.nonzero((at >= 0) & (at < self.size))[:, 0]
         return places, at[places]
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """Causal attention of these tokens to their sequences, wherever the keys are."""
         keys, values = (_Gathered.apply(x.contiguous(), self.group).index_select(2, self.order) for x in (k, v))
         outs, at = [], 0
         for span, a, b in self.pieces:
             mine = q[:, :, at : at + b - a]
-            out = causal_attention(
-                mine, span.keys(keys, b), span.keys(values, b), scale=scale, window=window, softcap=softcap
-            )
-            outs.append(out.transpose(1, 2))
+            outs.append(causal_attention(mine, span.keys(keys, b), span.keys(values, b), rule).transpose(1, 2))
             at += b - a
         padding = q.new_zeros(1, self.size - self.num, q.shape[1], v.shape[3])
         return torch.cat([*outs, padding + 0 * (keys.sum() + values.sum())], 1)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from spmd_rl.attention import Rule
 from spmd_rl.engine.cache import Sequence, Slab
 from spmd_rl.engine.sampling import Uniforms
 from spmd_rl.engine.step_attention import StepAttention
@@ -15,13 +16,13 @@ SCALE = 0.7
 def _slab(held: list[int], dtype: torch.dtype) -> Slab:
     """Rows that hold so many random keys and values, the same for every type, and garbage after them."""
     torch.manual_seed(0)
-    slab = Slab(CAPACITY, (LAYERS, KV_HEADS, DIM), dtype, torch.device("cpu"))
+    slab = Slab(CAPACITY)
     slab.resize(len(held) + 1)
     for num in held:
         sequence = Sequence(
             request_id=num, sampling=Sampling(max_tokens=1), tokens=[0] * (num + 1), num_prompt=1, uniforms=Uniforms(0)
         )
-        slab.add(sequence, list(torch.randn(LAYERS, 2, KV_HEADS, num, DIM).to(dtype)))
+        slab.add(sequence, dict(enumerate(torch.randn(LAYERS, 2, KV_HEADS, num, DIM).to(dtype))))
     return slab
 
 
@@ -33,13 +34,13 @@ def test_every_row_attends_to_its_own_tokens(
     held: list[int], window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
     slab = _slab(held, dtype)
-    before = [layer.clone() for layer in slab.kv]
+    before = [slab.kv[layer].clone() for layer in range(LAYERS)]
     first, num = 1, len(held) - 1
     attention = StepAttention([(slab, first, num)], [], torch.device("cpu"))
     assert attention.positions == held[first:]
     q, k, v = (torch.randn(1, heads, num, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
     for layer in range(LAYERS):
-        out = attention(layer, q, k, v, scale=SCALE, window=window, softcap=softcap)
+        out = attention(layer, q, k, v, Rule(scale=SCALE, window=window, softcap=softcap))
         assert out.shape == (1, num, HEADS, DIM) and out.dtype == dtype
         for row in range(num):
             count = held[first + row]
