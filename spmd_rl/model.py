@@ -21,27 +21,26 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.logging import disable_progress_bar
 
 from spmd_rl.attention import ATTENTION, Attend, Segments, token_positions
+from spmd_rl.logit_form import logit_form
+from spmd_rl.logprobs import Head
 from spmd_rl.model_files import FLOATS, INDEX, SINGLE, Stored, stored_tensors
 
 STATES = {"linear_attention", "conv", "mamba", "mamba2", "recurrent"}  # kinds of layers without attention
 CARRIES = STATES | {"hybrid", "hybrid_sliding"}  # and with both
 OTHER_LAYERS = {"moe", "mlp"}  # with neither
+_FORM = "form_of_logits"  # where it is kept with a model
 _PIECE = 16 << 20  # bytes compared at a time
 LONGEST = 300  # characters of another library's error
 
 
 def load_config(folder: str | Path) -> PretrainedConfig:
-    """The architecture in a local folder; refuses by name what our head or attention would compute wrongly."""
+    """The architecture in a local folder; refuses by name what our attention would compute wrongly."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a config of that name trips over
         raise ValueError(f"{folder}: no model folder: {_one_line(error)}") from error
     text = config.get_text_config()
     refused = {
-        "final_logit_softcapping": getattr(text, "final_logit_softcapping", None) is not None,
-        "logits_scaling": getattr(text, "logits_scaling", 1.0) != 1.0,
-        "logit_scale": getattr(text, "logit_scale", 1.0) != 1.0,
-        "attention_dropout": bool(getattr(text, "attention_dropout", 0.0)),
         "use_bidirectional_attention": bool(getattr(text, "use_bidirectional_attention", False)),
         "quantization_config": getattr(text, "quantization_config", None) is not None,
         "is_encoder_decoder": bool(config.is_encoder_decoder),
@@ -100,8 +99,10 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
     else:
         model = _on_meta(folder, config, dtype)
         _fill_buffers(model, device)
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"{folder}: a head with a bias is not supported")
+    try:
+        head(model)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if buffers := [name for name in model.state_dict() if name not in parameters]:  # no optimizer, no engine has them
         raise ValueError(f"{folder}: weights that are no parameters are not supported: {', '.join(buffers[:3])}")
@@ -277,6 +278,15 @@ def run_body(
     return out.last_hidden_state[0]
 
 
-def head_weight(model: nn.Module) -> Tensor:  # [V, d]
-    """The matrix that turns hidden states into logits (the embedding itself where they are tied)."""
-    return model.get_output_embeddings().weight
+def head(model: nn.Module, dtype: torch.dtype | None = None) -> Head:
+    """What the model makes logits with: its output embedding as it is now, scale and softcap as in its own forward."""
+    out = model.get_output_embeddings()
+    scale, softcap = _form_of_logits(model)
+    return Head(weight=out.weight, bias=getattr(out, "bias", None), scale=scale, softcap=softcap, dtype=dtype)
+
+
+def _form_of_logits(model: nn.Module) -> tuple[float, float | None]:
+    """Scale and softcap; measured once for each model."""
+    if _FORM not in model.__dict__:
+        model.__dict__[_FORM] = logit_form(model)
+    return model.__dict__[_FORM]

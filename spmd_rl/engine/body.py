@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.attention import Attend
-from spmd_rl.model import head_weight, run_body
+from spmd_rl.logprobs import Head
+from spmd_rl.model import head, run_body
 from spmd_rl.weights.layout import manifest
 
 
@@ -31,8 +31,8 @@ class Body(Protocol):
         """[n, d] -> [n, V]."""
 
     @property
-    def head(self) -> Tensor:
-        """[V, d] of the logits."""
+    def head(self) -> Head:
+        """What `logits` computes."""
 
 
 class Modules:
@@ -60,8 +60,8 @@ class Modules:
         return run_body(self._model, token_ids, positions, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head)
+        return self.head.logits(hidden)
 
     @property
-    def head(self) -> Tensor:
-        return head_weight(self._model)
+    def head(self) -> Head:
+        return head(self._model)

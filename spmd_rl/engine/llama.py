@@ -8,7 +8,7 @@ one matrix.  Knows nothing of caches: attention is the `Attend` it is called wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from spmd_rl.attention import Attend, Rule
 from spmd_rl.engine.matrix import Matrix
-from spmd_rl.model import kv_shape
+from spmd_rl.logprobs import Head
+from spmd_rl.model import head, kv_shape
 
 ARCHITECTURES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # the table does not depend on the sequence
@@ -42,8 +43,8 @@ class _Weights:
     layers: list[_Layer]
     embedding: Tensor  # [V, d]
     norm: Tensor
-    head: Matrix
-    head_weight: Tensor  # [V, d]
+    products: Matrix  # with the head's weight
+    head: Head
 
 
 class LlamaBody:
@@ -51,7 +52,7 @@ class LlamaBody:
 
     def __init__(self, model: nn.Module, max_seq_len: int, device: torch.device, *, one_row: bool) -> None:
         """`one_row`: most forwards are of one token."""
-        config, self._one_row = model.config, one_row
+        config, self._one_row, self._head = model.config, one_row, head(model)
         self._eps = config.rms_norm_eps
         self._root_eps = torch.tensor(self._eps**0.5, device=device)
         self._heads = config.num_attention_heads
@@ -73,13 +74,13 @@ class LlamaBody:
         return plain and rope in STATIC_ROPE and not getattr(config, "mlp_bias", False)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> _Weights:
-        head_weight = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+        weight = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
         return _Weights(
             layers=[_layer(tensors, f"model.layers.{i}.", self._one_row) for i in range(len(self._rules))],
             embedding=tensors["model.embed_tokens.weight"],
             norm=tensors["model.norm.weight"],
-            head=Matrix([head_weight], one_row=self._one_row),
-            head_weight=head_weight,
+            products=Matrix([weight], one_row=self._one_row),
+            head=replace(self._head, weight=weight),
         )
 
     def load(self, weights: _Weights) -> None:
@@ -107,11 +108,11 @@ class LlamaBody:
         return self._normed(x, weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._weights.head(hidden)
+        return self._weights.head.finish(self._weights.products(hidden))
 
     @property
-    def head(self) -> Tensor:
-        return self._weights.head_weight
+    def head(self) -> Head:
+        return self._weights.head
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.is_cuda or x.dtype != torch.float32:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from spmd_rl.attention import spans
-from spmd_rl.model import decoder_layers, head_weight, kv_shape
+from spmd_rl.model import decoder_layers, head, kv_shape
 from spmd_rl.trainer.microbatch import MicroBatch
 
 
@@ -29,9 +29,9 @@ class Flops:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         config = model.config.get_text_config()
         layers, _, dim = kv_shape(config)
-        body, head = decoder_layers(model).parameters(), head_weight(model)
+        body = decoder_layers(model).parameters()
         self.per_input = sum(_per_row(p) for p in body)  # a token through the body
-        self.per_row = _per_row(head)  # a loss token through the head
+        self.per_row = _per_row(head(model).weight)  # a loss token through the head
         self.per_pair = 3 * 4 * config.num_attention_heads * dim * layers  # a query with a key that it sees
         self._device = device
 

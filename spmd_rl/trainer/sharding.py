@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.attention import spans
 from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import decoder_layers, head_weight, hidden_states
+from spmd_rl.model import decoder_layers, head, hidden_states
 from spmd_rl.trainer.context_parallel import Part, split_hidden_states, together
 
 
@@ -46,9 +46,10 @@ class LogProbs(nn.Module):
         temperature: float,
         parents: Sequence[int] = (),  # [n], see attention.spans
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [N] log-probs, [N] entropies, [N] values, float32
+        assert not self.model.training, "dropout would make log-probs of another model"
         hidden, places = _rows(self.model, token_ids, cu_seqlens, parents, rows, self.context)
         mine = targets if places is None else targets[places]
-        logprobs, entropy = token_logprobs(hidden, head_weight(self.model), mine, temperature)
+        logprobs, entropy = token_logprobs(hidden, head(self.model), mine, temperature)
         values = None if self.value_head is None else _values(self.value_head, hidden)
         if places is not None:
             logprobs, entropy = (together(x, places, len(rows), self.context) for x in (logprobs, entropy))
@@ -100,10 +101,10 @@ def _values(head: nn.Linear, hidden: Tensor) -> Tensor:  # [N, d] to [N] float32
 
 def value_head(model: nn.Module) -> nn.Linear:
     """Zeros, so that a critic starts by expecting nothing."""
-    weight = head_weight(model)
-    head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
-    nn.init.zeros_(head.weight)
-    return head
+    like = model.get_output_embeddings().weight
+    values = nn.Linear(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
+    nn.init.zeros_(values.weight)
+    return values
 
 
 def recompute_layers(model: nn.Module) -> None:

@@ -73,7 +73,7 @@ OTHERS = {  # that nothing here was written for
         sliding_window=7,
         query_pre_attn_scalar=8,
         attn_logit_softcapping=5.0,
-        final_logit_softcapping=None,  # is refused
+        final_logit_softcapping=5.0,
     ),
     "olmo2": Olmo2Config(**(SHAPE | dict(pad_token_id=0))),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),

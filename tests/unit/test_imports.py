@@ -29,7 +29,7 @@ LAYERS = [
         "judged_program",
         "row_files",
     },
-    {"config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
+    {"logit_form", "config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
     | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"}
     | {"loop_watch"},
     {"judge", "model", "history", "continuation"},

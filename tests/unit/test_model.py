@@ -11,14 +11,24 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, Gemma2Config, Glm4MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    PhiConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from spmd_rl import config
-from spmd_rl.logprobs import token_logprobs
+from spmd_rl.logprobs import Head, token_logprobs
 from spmd_rl.make_trainer import check_model
-from spmd_rl.model import build, head_weight, hidden_states, load_config, packs
+from spmd_rl.model import build, head, hidden_states, packs
+from spmd_rl.trainer.sharding import LogProbs
 from tests.unit.families import CONFIGS, HYBRIDS, OTHERS, SHAPE, VOCAB, load, save
 
+NEOX = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
 CU = [0, 1, 8, 21, 22]
 
 
@@ -28,7 +38,7 @@ def test_packed_forward_equals_each_sequence_alone(family: str, tmp_path: Path) 
     model, plain = build(tmp_path, device="cpu", dtype=torch.float32, weights=True), load(tmp_path)
     tokens = torch.randint(0, VOCAB, (CU[-1],))
     with torch.no_grad():
-        logits = hidden_states(model, tokens, CU) @ head_weight(model).t()
+        logits = head(model).logits(hidden_states(model, tokens, CU))
         for a, b in pairwise(CU):
             alone = plain(input_ids=tokens[None, a:b], use_cache=False).logits[0]
             assert (logits[a:b].log_softmax(-1) - alone.log_softmax(-1)).abs().max() < 1e-5
@@ -41,7 +51,7 @@ def test_a_model_that_carries_state_computes_one_sequence_a_forward(family: str,
     assert not packs(model)
     tokens = torch.randint(0, VOCAB, (41,))
     with torch.no_grad():
-        logits = hidden_states(model, tokens, [0, 41]) @ head_weight(model).t()
+        logits = head(model).logits(hidden_states(model, tokens, [0, 41]))
         alone = plain(input_ids=tokens[None], use_cache=False).logits[0]
     assert (logits.log_softmax(-1) - alone.log_softmax(-1)).abs().max() < 1e-5
     with pytest.raises(ValueError, match=r"2 sequences in one forward: .* carries state"):
@@ -102,7 +112,7 @@ def test_log_probs_and_gradients_of_a_packed_batch_equal_those_of_its_sequences(
         found = []
         for (a, b), cu in zip(pieces, cu_seqlens, strict=True):
             hidden = hidden_states(model, tokens[a:b], cu)
-            logprobs, _ = token_logprobs(hidden, head_weight(model), tokens[a + 1 : b + 1])
+            logprobs, _ = token_logprobs(hidden, head(model), tokens[a + 1 : b + 1])
             (logprobs.sum() / len(tokens)).backward()
             found.append(logprobs.detach())
         return torch.cat(found), [p.grad.clone() for p in model.parameters()]
@@ -154,12 +164,6 @@ def test_a_forward_without_segments_is_refused(tmp_path: Path) -> None:
         model(input_ids=torch.zeros(1, 3, dtype=torch.long))
 
 
-def test_what_the_head_would_compute_wrongly_is_refused_by_name(tmp_path: Path) -> None:
-    Gemma2Config(num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="final_logit_softcapping"):
-        load_config(tmp_path)
-
-
 def test_weights_that_no_update_would_carry_are_refused_by_name(tmp_path: Path) -> None:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
     AutoModelForCausalLM.from_config(Glm4MoeConfig(**(SHAPE | experts), head_dim=8)).save_pretrained(tmp_path)
@@ -171,13 +175,36 @@ def test_weights_that_no_update_would_carry_are_refused_by_name(tmp_path: Path) 
         check_model(config.load(root / "configs" / "tiny_cpu.toml", [f"model.path={tmp_path}"]))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(**SHAPE, attention_dropout=0.4),
+        GraniteConfig(**SHAPE, attention_dropout=0.4),
+        PhiConfig(**(SHAPE | {"pad_token_id": 0}), attention_dropout=0.4, resid_pdrop=0.4, embd_pdrop=0.4),
+        GPTNeoXConfig(**NEOX, attention_dropout=0.4, hidden_dropout=0.4),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_dropout_of_a_config_is_applied_nowhere(config: PretrainedConfig, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model, plain = build(tmp_path, device="cpu", dtype=torch.float32, weights=True), load(tmp_path)
+    policy, tokens = LogProbs(model), torch.randint(0, VOCAB, (22,))
+    rows = torch.arange(21)
+    logprobs, _, _ = policy(tokens[:-1], [0, 21], rows, tokens[1:], 1.0)
+    expected = plain(input_ids=tokens[None, :-1], use_cache=False).logits[0].log_softmax(-1)[rows, tokens[1:]]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    model.train()
+    with pytest.raises(AssertionError, match="dropout"):
+        policy(tokens[:-1], [0, 21], rows, tokens[1:], 1.0)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_log_probs_and_their_gradients_equal_log_softmax(temperature: float) -> None:
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(29, 8, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 29, (11,))
     pull, pull_entropy = torch.randn(2, 11, dtype=torch.float64)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=4)
+    logprobs, entropy = token_logprobs(hidden, Head(weight=weight), targets, temperature, chunk=4)
     ours = torch.autograd.grad((logprobs * pull + entropy * pull_entropy).sum(), (hidden, weight))
     full = (hidden @ weight.t() / temperature).log_softmax(-1)
     expected = full.gather(1, targets[:, None])[:, 0]
@@ -191,7 +218,7 @@ def test_log_probs_and_their_gradients_equal_log_softmax(temperature: float) -> 
 
 def test_log_probs_alone_or_hidden_alone_may_need_gradients() -> None:
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
-    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 4, 2]))
+    logprobs, entropy = token_logprobs(hidden, Head(weight=weight), torch.tensor([0, 4, 2]))
     (only,) = torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)
     expected = torch.autograd.grad((hidden @ weight.t()).log_softmax(-1)[[0, 1, 2], [0, 4, 2]].sum(), hidden)[0]
     torch.testing.assert_close(only, expected)
@@ -200,7 +227,7 @@ def test_log_probs_alone_or_hidden_alone_may_need_gradients() -> None:
 
 def test_bfloat16_accumulates_log_probs_in_float32() -> None:
     hidden, weight = torch.randn(7, 16).bfloat16().requires_grad_(), torch.randn(300, 16).bfloat16().requires_grad_()
-    logprobs, _ = token_logprobs(hidden, weight, torch.arange(7), chunk=3)
+    logprobs, _ = token_logprobs(hidden, Head(weight=weight), torch.arange(7), chunk=3)
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32 and hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
@@ -237,7 +264,7 @@ def test_log_probs_hold_two_blocks_of_logits_at_most(chunk: int) -> None:
     hidden, weight = torch.randn(num, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
     targets = torch.arange(num)
     with Memory(hidden, weight, targets) as memory:
-        logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk=chunk)
+        logprobs, entropy = token_logprobs(hidden, Head(weight=weight), targets, 0.7, chunk=chunk)
         forward = memory.most
         (logprobs.sum() + entropy.sum()).backward()
     assert 2 * chunk * vocab <= forward <= 2 * chunk * vocab + 8 * num
@@ -247,12 +274,12 @@ def test_log_probs_hold_two_blocks_of_logits_at_most(chunk: int) -> None:
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, 0.9475), (0.5, 0.4554), (1.5, 1.1526)])
 def test_entropy_of_four_logits_by_hand(temperature: float, expected: float) -> None:
     weight = torch.tensor([[2.0], [1.0], [0.0], [-1.0]])
-    _, entropy = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]), temperature)
+    _, entropy = token_logprobs(torch.ones(1, 1), Head(weight=weight), torch.tensor([0]), temperature)
     assert entropy.item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_no_rows_give_no_log_probs() -> None:
     weight = torch.randn(5, 4, requires_grad=True)
-    logprobs, entropy = token_logprobs(torch.empty(0, 4), weight, torch.empty(0, dtype=torch.long))
+    logprobs, entropy = token_logprobs(torch.empty(0, 4), Head(weight=weight), torch.empty(0, dtype=torch.long))
     (logprobs.sum() + entropy.sum()).backward()
     assert len(logprobs) == 0 and weight.grad.abs().sum() == 0

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl import tiny_model
-from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import build, hidden_states
+from spmd_rl.logprobs import Head, token_logprobs
+from spmd_rl.model import build, head, hidden_states
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
@@ -451,7 +451,7 @@ def test_temperature_must_be_positive(folder: Path) -> None:
 @pytest.mark.parametrize(("temperature", "entropy"), [(1.0, 0.9475), (0.5, 0.4554), (1.5, 1.1526)])
 def test_entropy_at_a_temperature(temperature: float, entropy: float) -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    assert token_logprobs(logits, torch.eye(4), torch.tensor([0]), temperature)[1].item() == pytest.approx(
+    assert token_logprobs(logits, Head(weight=torch.eye(4)), torch.tensor([0]), temperature)[1].item() == pytest.approx(
         entropy, abs=5e-5
     )
 
@@ -461,7 +461,7 @@ def test_ratio_is_one_when_trained_at_the_temperature_of_sampling() -> None:
     sampled = (logits / 0.6).log_softmax(-1)
     every = torch.arange(4)
     for temperature, ratios in ((0.6, [1, 1, 1, 1]), (1.0, [0.79, 1.54, 3.01, 5.86])):
-        trained, _ = token_logprobs(logits.expand(4, 4).contiguous(), torch.eye(4), every, temperature)
+        trained, _ = token_logprobs(logits.expand(4, 4).contiguous(), Head(weight=torch.eye(4)), every, temperature)
         assert (trained - sampled).exp().tolist() == pytest.approx(ratios, abs=0.01)
     rows = Rows(current=sampled, proximal=sampled, behavior=sampled, advantages=torch.ones(4), sequence=every * 0)
     assert LOSSES["ppo"](rows, Limits()).ratio.max() == 1
@@ -536,9 +536,7 @@ def test_reference_is_the_model_as_it_was_at_the_same_temperature(folder: Path) 
     assert first["computed_tokens"] == 29  # the sequence without an advantage is held to the reference, too
     second = policy.step(batch, 1)
     moved = [
-        token_logprobs(
-            hidden_states(model, ids[:-1], [0, 24]), model.get_output_embeddings().weight, ids[1:], temperature=0.7
-        )[0][4:].detach()
+        token_logprobs(hidden_states(model, ids[:-1], [0, 24]), head(model), ids[1:], temperature=0.7)[0][4:].detach()
         for ids in [torch.from_numpy(batch.token_ids[:25]).long()]
         for model in (policy.model, load(folder))
     ]
