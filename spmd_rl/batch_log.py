@@ -9,14 +9,25 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from spmd_rl import packing
 from spmd_rl.run_dir import write_whole
 from spmd_rl.types import Batch, Rollout
 
 
-def write(folder: Path, batch: Batch, usable: Callable[[Rollout], bool]) -> packing.Packed:
-    """Log a batch and return its packed form.  Blocks on the disk: call it from a worker thread."""
-    packed = packing.pack(batch.rollouts, batch.advantages, [usable(r) for r in batch.rollouts])
+def write(
+    folder: Path,
+    batch: Batch,
+    usable: Callable[[Rollout], bool],
+    *,
+    num_minibatches: int = 1,
+    whole_groups: bool = False,  # in minibatches
+) -> packing.Packed:
+    """Log a batch, cut into minibatches, and return its packed form.  Blocks on the disk: for a worker thread."""
+    group_id = np.array([r.group_id for r in batch.rollouts], np.int64)
+    cut = packing.minibatches(group_id, num_minibatches, whole_groups=whole_groups)
+    packed = packing.pack(batch.rollouts, batch.advantages, [usable(r) for r in batch.rollouts], cut)
     path = folder / f"step_{batch.index}.safetensors"
     aside = path.with_name(f".{path.name}.tmp")
     packing.save(packed, aside)
@@ -31,6 +42,7 @@ def write(folder: Path, batch: Batch, usable: Callable[[Rollout], bool]) -> pack
             "reward_parts": r.reward_parts,
             "advantage": round(float(advantage), 6),
             "usable": bool(use),
+            "minibatch": int(m),
             "tokens": len(r.token_ids),
             "trainable": r.num_trainable,
             "versions": r.version_runs(),
@@ -39,7 +51,7 @@ def write(folder: Path, batch: Batch, usable: Callable[[Rollout], bool]) -> pack
             "finish_reason": r.finish_reason,
             "generation_s": round(r.generation_s, 6),
         }
-        for r, advantage, use in zip(batch.rollouts, batch.advantages, packed.usable, strict=True)
+        for r, advantage, use, m in zip(batch.rollouts, batch.advantages, packed.usable, cut, strict=True)
     ]
     write_whole(folder / f"step_{batch.index}.json", json.dumps({"index": batch.index, "rollouts": rollouts}, indent=1))
     return packed

@@ -37,7 +37,8 @@ PER_ROLLOUT = {
     "finished_version": np.int32,
     "generation_s": np.float64,
 }
-DTYPES = {**PER_TOKEN, **PER_ROLLOUT, "cu_seqlens": np.int64, "advantage": np.float32, "usable": np.bool_}
+GIVEN = {"advantage": np.float32, "usable": np.bool_, "minibatch": np.int32}  # by the batch, one a rollout
+DTYPES = {**PER_TOKEN, **PER_ROLLOUT, **GIVEN, "cu_seqlens": np.int64}
 WORDS = ("env", "task_id", "purpose", "finish_reason", "error", "reward_parts", "segments")
 _memory = Buffers()
 
@@ -62,6 +63,7 @@ class Packed:
     generation_s: np.ndarray  # [n] float64, seconds
     advantage: np.ndarray  # [n] float32, 0 where there is none
     usable: np.ndarray  # [n] bool, False = trains nothing and is in no denominator
+    minibatch: np.ndarray  # [n] int32, which optimizer step of a pass over its batch it is in
     words: dict[str, list]  # the fields of WORDS, [n] each
 
     def __len__(self) -> int:
@@ -71,12 +73,18 @@ class Packed:
         return {name: getattr(self, name) for name in DTYPES}
 
 
-def pack(rollouts: Sequence[Rollout], advantages: np.ndarray | None = None, usable: np.ndarray | None = None) -> Packed:
-    """Concatenate rollouts in the order given; advantages and usable are [n], one a rollout (None: 0, all)."""
+def pack(
+    rollouts: Sequence[Rollout],
+    advantages: np.ndarray | None = None,  # [n]; None: 0
+    usable: np.ndarray | None = None,  # [n]; None: all
+    minibatch: np.ndarray | None = None,  # [n]; None: 0
+) -> Packed:
+    """Concatenate rollouts in the order given."""
     lengths = [len(r.token_ids) for r in rollouts]
     columns = {name: list(map(attrgetter(name), rollouts)) for name in (*PER_TOKEN, *PER_ROLLOUT, *WORDS)}
     columns["advantage"] = 0 if advantages is None else advantages
     columns["usable"] = True if usable is None else usable
+    columns["minibatch"] = 0 if minibatch is None else minibatch
     return Packed(words={name: columns[name] for name in WORDS}, **_joined(lengths, columns))
 
 
@@ -99,7 +107,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], words: dict[str, list]) -> Pac
     num, total = len(packed), len(packed.token_ids)
     cu_seqlens = packed.cu_seqlens
     fits = (
-        all(len(arrays[name]) == num for name in (*PER_ROLLOUT, "advantage", "usable"))
+        all(len(arrays[name]) == num for name in (*PER_ROLLOUT, *GIVEN))
         and all(len(column) == num for column in words.values())
         and all(len(arrays[name]) == total for name in PER_TOKEN)
         and len(cu_seqlens) == num + 1
@@ -165,23 +173,49 @@ def by_segment(packed: Packed) -> Packed:
     return dataclasses.replace(packed, cu_seqlens=cu_seqlens, words=words, **per_rollout)
 
 
+def minibatches(group_id: np.ndarray, num: int, *, whole_groups: bool = False) -> np.ndarray:  # [n] int32
+    """Which of `num` minibatches each of a batch's rollouts is in: near equal numbers of them, in order.
+
+    A function of the whole batch, before it is shared out: the optimizer steps are the same on any number of ranks.
+    whole_groups: near equal numbers of groups, where there are as many groups as minibatches.
+    Example: 5 rollouts of groups 7 7 8 8 9 in two are 0 0 0 1 1, with whole groups 0 0 0 0 1.
+    """
+    groups = by_group(group_id)
+    units = groups if whole_groups and len(groups) >= num else [[i] for i in range(len(group_id))]
+    which = np.zeros(len(group_id), np.int32)
+    for m, part in enumerate(np.array_split(np.arange(len(units)), num)):
+        for unit in part:
+            which[units[unit]] = m
+    return which
+
+
 def shares(packed: Packed, num: int, *, width: int, share_prefix: bool = False) -> list[Packed]:
-    """Rollouts in `num` parts of about equal cost to train; `width` is the model's.
+    """Rollouts in `num` parts, of each minibatch about equal cost to train; `width` is the model's.
 
     A token costs a constant and attention to those before it: as much again at 12 · width tokens.  With share_prefix
     what the members of a group have in common is paid once in each part.
     """
+    parts: list[list[int]] = [[] for _ in range(num)]
+    for m in np.unique(packed.minibatch):
+        members = np.flatnonzero(packed.minibatch == m)
+        for part, mine in zip(parts, _split(packed, members, num, width, share_prefix), strict=True):
+            part += members[mine].tolist()
+    return [select(packed, sorted(part)) for part in parts]
+
+
+def _split(packed: Packed, members: np.ndarray, num: int, width: int, share_prefix: bool) -> list[list[int]]:
+    """Places in `members`, rollouts of one minibatch, in `num` parts."""
 
     def cost(length: int) -> float:
         return length * (1 + length / (12 * width))
 
-    costs = [cost(n) for n in np.diff(packed.cu_seqlens).tolist()]
+    tokens = [packed.token_ids[packed.cu_seqlens[i] : packed.cu_seqlens[i + 1]] for i in members]
+    costs = [cost(len(some)) for some in tokens]
     if not share_prefix:
-        return [select(packed, part) for part in split_evenly(costs, num)]
-    groups = by_group(packed.group_id)
-    tokens = [packed.token_ids[a:b] for a, b in itertools.pairwise(packed.cu_seqlens)]
-    firsts = [cost(common_prefix([tokens[i] for i in members])) for members in groups]
-    return [select(packed, part) for part in _split_groups(groups, firsts, costs, num)]
+        return split_evenly(costs, num)
+    groups = by_group(packed.group_id[members])
+    firsts = [cost(common_prefix([tokens[i] for i in group])) for group in groups]
+    return _split_groups(groups, firsts, costs, num)
 
 
 def _split_groups(
@@ -231,7 +265,7 @@ def select(packed: Packed, indices: Sequence[int]) -> Packed:
     spans = _spans(packed)
     spans = [spans[i] for i in indices]
     rows = np.array(indices, np.int64)
-    columns = {name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, "advantage", "usable")}
+    columns = {name: getattr(packed, name)[rows] for name in (*PER_ROLLOUT, *GIVEN)}
     columns |= {name: [getattr(packed, name)[span] for span in spans] for name in PER_TOKEN}
     words = {name: [column[i] for i in indices] for name, column in packed.words.items()}
     return Packed(words=words, **_joined([span.stop - span.start for span in spans], columns))

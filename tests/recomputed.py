@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import safe_open
 
 UNMEASURED = {"error", "skipped", "cancelled"}
-ARRAYS = ("ticket", "group_id", "reward", "usable", "admission_version", "finished_version")
+ARRAYS = ("ticket", "group_id", "reward", "usable", "minibatch", "admission_version", "finished_version")
 WORDS = ("env", "task_id", "reward_parts", "finish_reason")
 FROM_ALL = {"rollout/truncated": "length", "rollout/failed": "error"}
 
@@ -130,6 +130,9 @@ def of_step(step: dict, batch: Logged, config: dict) -> dict[str, object]:
     computes_all = bool(every) or trainer["advantage"] == "gae"
     computed = [i for i in good if computes_all or batch["advantage"][i] != 0]
     epochs, minibatches = trainer["num_epochs"], trainer["num_minibatches"]
+    cut = np.bincount(batch["minibatch"], minlength=minibatches)
+    assert len(cut) == minibatches and (np.diff(batch["minibatch"]) >= 0).all()
+    assert trainer["share_prefix"] or cut.max() - cut.min() <= 1
     inputs = sum(int(np.flatnonzero(mask)[-1]) for i, mask in batch.sequences() if i in set(computed) and mask.any())
     given_up = {name: step[f"rollout/{name}"] for name in ("filtered", "dropped", "skipped")}
     num_sampled = size + given_up["filtered"] + given_up["dropped"]

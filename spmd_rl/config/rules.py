@@ -303,6 +303,13 @@ def warnings(config: Config, environ: Mapping[str, str] = os.environ) -> list[st
             f"trainer.filter_zero_spread with trainer.advantage = {trainer.advantage!r}: groups of equal rewards are "
             "given up although they would train something"
         )
+    each, shares = config.rollout.batch_size // trainer.num_minibatches, config.split.num_shares
+    if trainer.num_minibatches > 1 and each < shares:
+        lines.append(
+            f"trainer.num_minibatches = {trainer.num_minibatches} of rollout.batch_size = {config.rollout.batch_size}: "
+            f"{each} rollouts for {shares} shares of the trainer ranks, the others wait in every optimizer step; "
+            f"lower it to {max(1, config.rollout.batch_size // shares)}"
+        )
     room, most, reach = config.admissible, config.staleness.max_concurrent, config.in_flight
     if most > reach:
         lines.append(

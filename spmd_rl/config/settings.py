@@ -318,7 +318,7 @@ class Trainer:
     """recompute | loglinear (no extra forward): log-probs at the start of a batch of several minibatches
     [-] loglinear: `trainer/step_s` falls; `trainer/ratio_mean` is an estimate"""
     num_minibatches: int = 1
-    """parts of a batch, with an optimizer step each; versions count batches
+    """parts of a batch, the same on any number of trainer ranks, with an optimizer step each; versions count batches
     [optimizer steps per pass] `trainer/optimizer_steps`, `age/optimizer_steps_max`, `trainer/clip_share` rise"""
     num_epochs: int = 1
     """passes over a batch

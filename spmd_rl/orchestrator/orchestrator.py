@@ -482,7 +482,13 @@ class Orchestrator:
     def _log(self, batch: Batch) -> Packed:
         """In a worker thread."""
         with self._writing(self._run_dir.batches):
-            return batch_log.write(self._run_dir.batches, batch, self.sink.usable)
+            return batch_log.write(
+                self._run_dir.batches,
+                batch,
+                self.sink.usable,
+                num_minibatches=self._config.trainer.num_minibatches,
+                whole_groups=self._config.trainer.share_prefix,
+            )
 
     def _tasks_ended(self, index: int) -> None:
         """The run ends with the last full batch; groups that do not fill one are not trained on."""

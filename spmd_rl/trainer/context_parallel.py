@@ -71,7 +71,8 @@ class Part:
             outs.append(causal_attention(mine, span.keys(keys, b), span.keys(values, b), rule).transpose(1, 2))
             at += b - a
         padding = q.new_zeros(1, self.size - self.num, q.shape[1], v.shape[3])
-        return torch.cat([*outs, padding + 0 * (keys.sum() + values.sum())], 1)
+        # a rank without a token here has gradients all the same: FSDP reduces those of all ranks together
+        return torch.cat([*outs, padding + 0 * (q.sum() + keys.sum() + values.sum())], 1)
 
 
 def split_hidden_states(model: nn.Module, token_ids: Tensor, part: Part) -> Tensor:  # [size, d]

@@ -1,9 +1,12 @@
 """A share of a batch cut into minibatches (one optimizer step each) and micro-batches (one forward each).
 
-Given the packed arrays of this rank's rollouts.  Promises: nothing is padded; a sequence is never split; a token that
-no loss token depends on is not computed (the last loss token and what follows it); everything per loss token is
-selected here, by index, so that values off the mask cannot reach the loss.  Rollouts that are not usable are not there
-at all; those whose advantage is 0 are counted in the denominator, and skipped where that changes nothing else.
+Given the packed arrays of this rank's rollouts, which say the minibatch of each: that was decided for the whole batch
+before it was shared out, so that an optimizer step is the same on any number of ranks.
+
+Promises: nothing is padded; a sequence is never split; a token that no loss token depends on is not computed (the last
+loss token and what follows it); everything per loss token is selected here, by index, so that values off the mask
+cannot reach the loss.  Rollouts that are not usable are not there at all; those whose advantage is 0 are counted in the
+denominator, and skipped where that changes nothing else.
 With `share_prefix` what the members of a group begin with alike is there once, and each goes on from it.
 Deterministic.  Knows nothing of ranks, models or losses.
 """
@@ -31,6 +34,7 @@ class Share(Protocol):
     group_id: np.ndarray  # [n] ints
     advantage: np.ndarray  # [n] float32
     usable: np.ndarray  # [n] bool
+    minibatch: np.ndarray  # [n] ints
 
 
 Aggregation = Callable[[int], tuple[float, float]]  # loss tokens of a sequence -> (scale, share) of each of them
@@ -102,12 +106,12 @@ def cut(
     share_prefix: bool = False,
     pack: bool = True,
 ) -> list[Minibatch]:
-    """`num_minibatches` parts of near equal numbers of rollouts, in the order of the share, each in micro-batches.
+    """What of the share is in each minibatch 0 … num_minibatches - 1, in its order, in micro-batches.
 
     skip_zero: sequences with advantage 0 have no gradient and are not computed.
     pack = False: every sequence in a micro-batch of its own, for models that carry state from token to token.
-    ValueError where the first token of a rollout is under the loss mask: no logits stand before it; and where what
-    several sequences share is asked for without packing.
+    ValueError where the first token of a rollout is under the loss mask: no logits stand before it; where what several
+    sequences share is asked for without packing; and for a minibatch that there is not.
     """
     if share_prefix and not pack:
         raise ValueError("share_prefix packs sequences that begin alike: it needs a model that packs")
@@ -117,7 +121,10 @@ def cut(
             raise ValueError(
                 f"ticket {share.ticket[i]}: the first token is under the loss mask, but nothing predicts it"
             )
-    parts = np.array_split(np.arange(len(share.ticket)), num_minibatches)
+    if len(share.minibatch) and share.minibatch.max() >= num_minibatches:
+        last = share.minibatch.max()
+        raise ValueError(f"minibatch {last} of 0 … {num_minibatches - 1}: the batch was cut for another trainer")
+    parts = [np.flatnonzero(share.minibatch == m) for m in range(num_minibatches)]
     budget = micro_batch_tokens if pack else 0  # nothing fits beside another
     return [_minibatch(share, part, budget, aggregation, skip_zero, share_prefix) for part in parts]
 

@@ -14,6 +14,7 @@ from spmd_rl import checkpoint, tiny_model
 from spmd_rl.objective import Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES
+from spmd_rl.packing import Packed
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import local, whole
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
     "cp of four, shared prompts": ("tiny", (1, 4, 1), 4, {"share_prefix": True}),
     "cp, recomputed": ("tiny", (1, 2, 1), 2, {"activation_checkpointing": True, "reshard_after_forward": True}),
     "tp and shards": ("tiny", (1, 2, 2), 1, {"objective": SEQUENCES}),
+    "tp and shards, minibatches": ("tiny", (1, 2, 2), 1, {"num_minibatches": 3, "objective": SEQUENCES}),
     "tp and replicas": ("llama", (2, 1, 2), 1, {}),
     "cp and shards": ("tiny", (1, 4, 1), 2, {"num_minibatches": 2}),
     "cp of four": ("llama", (1, 4, 1), 4, {}),
@@ -91,7 +93,7 @@ def run_cases(rank: int, folders: dict[str, Path], saved: Path) -> dict[str, Any
         trainer = make(folders[name], mesh, dist.group.WORLD, context=context, **settings)
         shares = {1: ONE, 2: TWO, 4: FOUR}[num // shape[2] // together]
         mine = shares[rank // shape[2] // together]
-        metrics = [trainer.step(batch(n, mine), n) for n in range(2)]
+        metrics = [trainer.step(part_of(n, mine, trainer), n) for n in range(2)]
         trainer.models.refresh()
         sent = {n: whole(p).numpy().copy() for n, p in trainer.models.named_parameters().items()}
         found[case] = metrics, sent, moments(trainer), trainer.score(PROBE)
@@ -153,7 +155,14 @@ def test_padding_counts_once_for_the_ranks_that_hold_the_same_rollouts(ran: dict
 def merge(trainer: Any, n: int, parts: list[slice]) -> list[Any]:
     from spmd_rl.trainer.microbatch import merged
 
-    return [merged(p) for p in zip(*(trainer.cut(batch(n, part)) for part in parts), strict=True)]
+    return [merged(p) for p in zip(*(trainer.cut(part_of(n, part, trainer)) for part in parts), strict=True)]
+
+
+def part_of(n: int, part: slice, trainer: Any) -> Packed:
+    """Some of the 12 rollouts, whose place in the batch says their minibatch."""
+    packed = batch(n, part)
+    packed.minibatch[:] = packed.ticket % 100 * trainer.num_minibatches // 12
+    return packed
 
 
 @pytest.mark.parametrize("case", SAVED)

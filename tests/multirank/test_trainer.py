@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from spmd_rl import tiny_model
+from spmd_rl import packing, tiny_model
 from spmd_rl.model import build
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
@@ -106,6 +106,7 @@ def whole(trainer: Trainer) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in full.items()}
 
 
+CAREFUL = {"learning_rate": 1e-6}  # AdamW turns noise near zero into a step of this size
 VARYING = {"num_microbatches", "peak_s", "peak_memory_bytes", "padding_share"}
 VARYING |= {"input_tokens", "shared_tokens"}  # their sum does not
 UNEQUAL = [slice(0, 2), slice(2, 12)]  # 100 tokens and 900
@@ -130,6 +131,30 @@ CASES = {  # name: number of ranks, of replicas, what each rank gets, settings
     "activation checkpointing": (2, 1, UNEQUAL, {"activation_checkpointing": True}),
     "shared prompts": (2, 1, UNEQUAL, {"share_prefix": True}),
 }
+
+
+CUT = {  # name: minibatches, rollouts of the batch, settings
+    "three minibatches": (3, 12, {"num_epochs": 2}),
+    "five, not even": (5, 12, {"objective": Objective(loss=LOSSES["gspo"])}),
+    "groups whole": (2, 12, {"share_prefix": True, "num_epochs": 2}),
+    "fewer rollouts than ranks": (2, 3, {}),
+    "own critic": (2, 12, {"critic": "model", "credit": Credit()}),
+}
+
+
+def cut(step: int, num_minibatches: int, num_rollouts: int, num_shares: int, whole_groups: bool) -> list[Packed]:
+    """The batch in minibatches, then in shares."""
+    packed = batch(step, slice(0, num_rollouts))
+    packed.minibatch[:] = packing.minibatches(packed.group_id, num_minibatches, whole_groups=whole_groups)
+    return packing.shares(packed, num_shares, width=128, share_prefix=whole_groups)
+
+
+def step_on_cut(trainer: Trainer, index: int, num_shares: int, case: str) -> tuple[list[Any], Any, Any]:
+    """Tickets of this rank in each optimizer step, metrics, and what came of it."""
+    num_minibatches, num_rollouts, settings = CUT[case]
+    share = cut(0, num_minibatches, num_rollouts, num_shares, "share_prefix" in settings)[index]
+    tickets = [[t for micro in m.micro_batches for t in micro.tickets] for m in trainer.cut(share)]
+    return tickets, trainer.step(share, 0), whole(trainer)
 
 
 LAYOUTS = {  # name: number of ranks, of replicas, what each rank gets
@@ -227,13 +252,19 @@ def run_all(rank: int, folder: Path, target: Path, saved: Path) -> dict[Any, Any
         if ranks == num_ranks:
             trainer = on_mesh(folder, num_replicas, **settings)
             found[case] = [trainer.step(batch(n, parts[rank]), n) for n in range(2)], whole(trainer)
+    for case, (num_minibatches, _, settings) in CUT.items():
+        for num_replicas in {1, num_ranks // 2 or 1}:
+            trainer = on_mesh(folder, num_replicas, **CAREFUL, num_minibatches=num_minibatches, **settings)
+            found["cut", case, num_replicas] = step_on_cut(trainer, rank, num_ranks, case)
     found["micro-batches"] = {
         num: on_mesh(folder, micro_batch_tokens=12 * 32 // num).step(many(slice(rank, None, num_ranks)), 0)
         for num in (1, 4, 32)
     }
     if num_ranks == 2:
         trainer = on_mesh(folder, num_minibatches=3, num_epochs=2)
-        found["minibatches"] = trainer.step(batch(0, UNEQUAL[rank]), 0)
+        thirds = batch(0, UNEQUAL[rank])
+        thirds.minibatch[:] = np.arange(len(thirds)) % 3  # of the rank with two rollouts none is in the last
+        found["minibatches"] = trainer.step(thirds, 0)
         found["one rollout"] = trainer.step(batch(1, [slice(0, 1), slice(0, 0)][rank]), 1)
         found["nothing"] = trainer.step(batch(0, slice(0, 0)), 2)
         plain = on_mesh(folder, objective=Objective(loss=by_advantage, correction=Correction(kind="none")))
@@ -277,6 +308,25 @@ def test_sharded_equals_unsharded(folder: Path, ran: dict, case: str) -> None:
         for name, tensor in tensors.items():
             atol = 1e-7 if name.endswith("moment") else 1e-5
             np.testing.assert_allclose(after[name], tensor, rtol=1e-5, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("case", CUT)
+def test_an_optimizer_step_is_the_same_on_one_rank_and_on_several(
+    folder: Path, ran: dict, case: str, num_ranks: int
+) -> None:
+    num_minibatches, _, settings = CUT[case]
+    reference = alone(folder, **CAREFUL, num_minibatches=num_minibatches, **settings)
+    expected, metrics, tensors = step_on_cut(reference, 0, 1, case)
+    for num_replicas in {1, num_ranks // 2}:
+        found = [rank["cut", case, num_replicas] for rank in ran[num_ranks]]
+        for m, tickets in enumerate(expected):
+            assert sorted(t for mine, *_ in found for t in mine[m]) == sorted(tickets)
+        for _, mine, after in found:
+            assert mine["optimizer_steps"] == metrics["optimizer_steps"]
+            assert mine["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-6)
+            for name in filter(lambda name: name.endswith("moment"), tensors):
+                np.testing.assert_allclose(after[name], tensors[name], rtol=0, atol=1e-7, err_msg=name)
 
 
 def test_minibatches_with_unequal_and_empty_shares_do_not_deadlock(ran: dict) -> None:

@@ -26,6 +26,7 @@ def share(*rollouts: tuple[list[int], list[int], float]) -> Share:
         group_id=np.zeros(len(rollouts), np.int64),
         advantage=np.array([r[2] for r in rollouts], np.float32),
         usable=np.ones(len(rollouts), bool),
+        minibatch=np.zeros(len(rollouts), np.int32),
     )
 
 
@@ -119,8 +120,11 @@ def test_an_empty_share_is_minibatches_of_nothing() -> None:
 
 def test_minibatches_keep_the_order_and_lose_nothing() -> None:
     batch = share(*[([1, i + 2], [0, 1], 1.0) for i in range(5)])
+    batch.minibatch[:] = [1, 0, 1, 1, 0]
     minibatches = cut(batch, num_minibatches=2, micro_batch_tokens=100)
-    assert [m.micro_batches[0].targets.tolist() for m in minibatches] == [[2, 3, 4], [5, 6]]
+    assert [m.micro_batches[0].targets.tolist() for m in minibatches] == [[3, 6], [2, 4, 5]]
+    with pytest.raises(ValueError, match="minibatch 1 of 0 … 0: the batch was cut for another trainer"):
+        cut(batch, num_minibatches=1, micro_batch_tokens=100)
 
 
 def test_members_of_a_group_go_on_from_what_they_begin_with_alike() -> None:

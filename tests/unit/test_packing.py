@@ -106,6 +106,65 @@ def test_shares_keep_groups_together_unless_that_leaves_a_part_too_heavy() -> No
     assert indices(0, 2) == [[], []]
 
 
+def batch(lengths: list[int], group_size: int, num_minibatches: int, *, whole_groups: bool) -> packing.Packed:
+    rollouts = [_rollout(ticket, 2, n) for ticket, n in enumerate(lengths)]
+    groups = np.arange(len(lengths)) // group_size
+    for one, group in zip(rollouts, groups.tolist(), strict=True):
+        one.group_id = group
+    cut = packing.minibatches(groups, num_minibatches, whole_groups=whole_groups)
+    return packing.pack(rollouts, minibatch=cut)
+
+
+def steps(parts: list[packing.Packed], num_minibatches: int) -> list[list[int]]:
+    """Tickets of each optimizer step, over all ranks."""
+    return [
+        sorted(t for part in parts for t in part.ticket[part.minibatch == m].tolist()) for m in range(num_minibatches)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=70),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_an_optimizer_step_has_the_same_tickets_on_any_number_of_ranks(
+    lengths: list[int], group_size: int, num_minibatches: int, share_prefix: bool
+) -> None:
+    packed = batch(lengths, group_size, num_minibatches, whole_groups=share_prefix)
+    one, *others = (
+        steps(packing.shares(packed, num, width=10**9, share_prefix=share_prefix), num_minibatches)
+        for num in (1, 2, 4, 32)
+    )
+    assert all(other == one for other in others)
+    assert sorted(t for step in one for t in step) == list(range(len(lengths)))
+    if not share_prefix:
+        sizes = [len(step) for step in one]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 32])
+def test_each_minibatch_is_shared_out_evenly_by_tokens(num_ranks: int) -> None:
+    """64 rollouts of 1 to 64 tokens and 2 of prompt, four minibatches, the longest of each alone too long for 32."""
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 65)).tolist()
+    packed = batch(lengths, 8, 4, whole_groups=False)
+    parts = packing.shares(packed, num_ranks, width=10**9)
+    for m in range(4):
+        loads = [sum(np.diff(p.cu_seqlens)[p.minibatch == m]) for p in parts]
+        costs = np.diff(packed.cu_seqlens)[packed.minibatch == m]
+        assert max(loads) <= max(costs.max(), sum(costs) / num_ranks + costs.max() / 2)
+        assert sum(loads) == sum(costs)
+        assert sum(load > 0 for load in loads) == min(num_ranks, 16)
+
+
+def test_groups_stay_whole_in_minibatches_where_their_start_is_shared() -> None:
+    assert packing.minibatches(np.array([7, 7, 8, 8, 9]), 2).tolist() == [0, 0, 0, 1, 1]
+    assert packing.minibatches(np.array([7, 7, 8, 8, 9]), 2, whole_groups=True).tolist() == [0, 0, 0, 0, 1]
+    assert packing.minibatches(np.array([7, 7, 8, 8]), 3, whole_groups=True).tolist() == [0, 0, 1, 2]  # too few groups
+    assert packing.minibatches(np.array([7]), 3).tolist() == [0]
+
+
 def test_versions_are_told_over_the_loss_masked_tokens_only() -> None:
     rollout = Rollout(env="e", task_id="t")
     rollout.append([1, 2])

@@ -44,7 +44,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         rollouts = [rollout(10 * n + i, 2 + i, 5 + 3 * i, version=n) for i in range(8)]
         rollouts[3].finish_reason = "error"
         batch = Batch(index=n, rollouts=rollouts, advantages=np.linspace(-1, 1, 8, dtype=np.float32))
-        packed = batch_log.write(run_dir.batches, batch, lambda r: not r.failed)
+        packed = batch_log.write(run_dir.batches, batch, lambda r: not r.failed, num_minibatches=2)
         metrics = train_again(trainer, packing.shares(packed, RANKS, width=128), n)
         assert metrics["tokens"] == sum(r.num_trainable for r in rollouts if not r.failed)
         line = {"kind": "step", "version": n + 1, **{f"trainer/{k}": v for k, v in metrics.items()}}
@@ -116,6 +116,9 @@ def changed(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir
             name = f"step_{index}.{suffix}"
             (other.batches / name).write_bytes((run_dir.batches / name).read_bytes())
         packed = batch_log.read(other.batches, index)
+        if config is second:
+            packed.minibatch[:] = 0
+            packing.save(packed, other.batches / f"step_{index}.safetensors")
         metrics = train_again(trainer, packing.shares(packed, config.split.num_shares, width=128), index)
         line = {"kind": "step", "version": index + 1, **{f"trainer/{k}": v for k, v in metrics.items()}}
         with open(other.metrics, "a") as file:

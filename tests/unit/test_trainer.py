@@ -204,6 +204,7 @@ def test_first_minibatch_has_ratio_exactly_one_and_later_ones_move(folder: Path)
         return LOSSES["decoupled"](rows, limits)
 
     batch = shares((5, 20), (2, 5), (9, 14), (3, 30), advantages=[1, -1, 0.5, -0.2])
+    batch.minibatch[:] = [0, 0, 1, 1]
     policy = trainer(folder, objective=Objective(loss=watching), num_minibatches=2, num_epochs=2, micro_batch_tokens=32)
     metrics = policy.step(batch, 0)
     assert metrics["optimizer_steps"] == policy.num_steps == 4
@@ -563,6 +564,7 @@ def test_interpolated_proximal_needs_no_forward_and_starts_at_ratio_one(folder: 
         return LOSSES["decoupled"](rows, limits)
 
     batch = shares((5, 20), (2, 5), (9, 14), (3, 30), version=4)
+    batch.minibatch[:] = [0, 0, 1, 1]
     policy = trainer(
         folder, objective=Objective(loss=watching), num_minibatches=2, interpolate_proximal=True, learning_rate=1e-2
     )
