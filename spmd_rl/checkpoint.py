@@ -16,7 +16,6 @@ import json
 import mmap
 import os
 import pickle
-import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from spmd_rl import packing
+from spmd_rl.folders import remove
 from spmd_rl.run_dir import sync, write_whole
 from spmd_rl.types import Rollout
 
@@ -218,7 +218,7 @@ def tidy(checkpoints: Path) -> None:
         if (folder / MARKER).exists():
             _put_in_place(folder)
         else:
-            shutil.rmtree(folder)
+            remove(folder)
 
 
 def remove_old(checkpoints: Path, keep_last: int) -> None:
@@ -275,9 +275,10 @@ def _put_in_place(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    (folder / MARKER).unlink(missing_ok=True)
-    sync(folder)
-    shutil.rmtree(folder)
+    if not folder.is_symlink():
+        (folder / MARKER).unlink(missing_ok=True)
+        sync(folder)
+    remove(folder)
 
 
 def _sums(paths: Sequence[Path], read: Callable[[], None] = lambda: None) -> Iterator[tuple[Path, int]]:

@@ -22,11 +22,19 @@ def written_aside(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
-        if replace and folder.exists():
-            shutil.rmtree(folder)
+        if replace:
+            remove(folder)
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """A folder with all in it; of a link to one, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def check_writable(path: Path) -> None:

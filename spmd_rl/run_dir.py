@@ -13,12 +13,15 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from spmd_rl.folders import remove
+
+OWNER = ".owner"  # the process that holds the directory
 
 
 @dataclass(frozen=True)
@@ -84,17 +87,23 @@ class RunDir:
 
     def create(self) -> None:
         """Make the directory and those of it that are written to from the start; weights are published anew."""
-        shutil.rmtree(self.weights, ignore_errors=True)
+        remove(self.weights)
         for folder in (self.tensorboard, self.batches, self.evals, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
 
     def claim(self) -> None:
         """Hold the directory until this process ends; ValueError while a process of another job does.
 
-        Where the file system has no locks nothing is held, and nothing refused.
+        Where the file system has no locks nothing is held, and nothing refused.  A directory in which files lie that no
+        run has made is refused too, untouched.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / ".owner", os.O_RDWR | os.O_CREAT, 0o644)  # never closed: that would let go
+        if foreign := self._foreign():
+            raise ValueError(
+                f"run.dir = {self.path} has files that no run made ({foreign}), which a run would overwrite or remove: "
+                "choose a new folder, or an empty one"
+            )
+        descriptor = os.open(self.path / OWNER, os.O_RDWR | os.O_CREAT, 0o644)  # never closed: that would let go
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -106,10 +115,20 @@ class RunDir:
         os.truncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
+    def _foreign(self) -> str:
+        """Something that lies in a directory without a run; folders without files do not count."""
+        if self.history.exists() or self.used:
+            return ""
+
+        def holds_files(path: Path) -> bool:
+            return path.is_symlink() or not path.is_dir() or any(map(holds_files, path.iterdir()))
+
+        return next((p.name for p in sorted(self.path.iterdir()) if p.name != OWNER and holds_files(p)), "")
+
     @property
     def used(self) -> bool:
         """A run has started here before."""
-        return self.metrics.exists() or any(self.checkpoints.glob("step_*"))
+        return self.metrics.exists() or any(not p.suffix for p in self.checkpoints.glob("step_*"))
 
     def abandon_after(self, version: int) -> Path | None:
         """Move what lies beyond `version` to abandoned/<n>/: it is about to be made again under the same numbers.

@@ -62,6 +62,7 @@ ALLOWED = {
     ("simulate", "orchestrator"),
     ("world", "topology"),
     ("sandbox", "confinement"),
+    ("run_dir", "folders"),
     ("config", "topology"),
     ("smollm2", "gguf"),
     ("disk", "model_files"),

@@ -15,6 +15,7 @@ import pytest
 from spmd_rl import batch_log, checkpoint, continuation, history, packing, resume
 from spmd_rl import config as config_module
 from spmd_rl.bounds import age_bound
+from spmd_rl.folders import written_aside
 from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.dispatcher import Dispatcher
@@ -156,6 +157,58 @@ def test_a_directory_belongs_to_one_job_until_its_process_ends(run_dir):
             run_dir.claim()
         other.kill()
     run_dir.claim()
+
+
+FOREIGN = [
+    "weights/mine.safetensors",
+    "model/config.json",
+    "checkpoints/step_3.tmp/x",
+    "summary.json",
+    "notes.txt",
+    ".git/HEAD",
+]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(tmp_path, name):
+    file = tmp_path / "mine" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(
+        ValueError, match=rf"mine has files that no run made \({name.split('/')[0]}\), .*choose a new folder"
+    ):
+        RunDir(tmp_path / "mine").claim()
+    assert [path for path in (tmp_path / "mine").rglob("*") if path.is_file()] == [file] and file.read_text() == "mine"
+
+
+def test_a_folder_that_links_to_files_of_others_is_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_1.tmp").symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"files that no run made \(checkpoints\)"):
+        RunDir(tmp_path / "run").claim()
+
+
+def test_folders_without_files_and_what_a_start_left_that_came_to_nothing_are_used(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / ".owner").write_text("process 1")
+    RunDir(tmp_path / "run").claim()
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path, run_dir):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").write_text("mine")
+    for name in ("step_1", "step_2.tmp"):
+        (run_dir.checkpoints / name).symlink_to(tmp_path / "mine")
+    run_dir.weights.symlink_to(tmp_path / "mine")
+    save(run_dir, 5)
+    checkpoint.tidy(run_dir.checkpoints)
+    checkpoint.remove_old(run_dir.checkpoints, 1)
+    run_dir.create()
+    with written_aside(run_dir.model, replace=True) as aside:
+        (aside / "config.json").write_text("{}")
+    assert (tmp_path / "mine" / "x").read_text() == "mine" and not run_dir.weights.exists()
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_5"]
 
 
 def test_a_finished_run_has_nothing_left_unless_its_model_or_its_last_evaluation_is_missing(run_dir, config):
