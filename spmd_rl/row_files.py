@@ -13,6 +13,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Row = dict[str, object]
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": ",", ".tsv": "\t", ".parquet": "parquet"}
 WANTED = f"{', '.join(FORMATS)}, or one of them but the last with .gz"
+BATCH_ROWS = 1024  # of Parquet, decoded at a time
 _MISSING = object()
 
 
@@ -145,10 +147,15 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row
             there = opened.schema_arrow.names
             for name in there:
                 if there.count(name) > 1:
-                    raise ValueError(f"two columns are named {name!r}")
+                    raise ValueError(f"data {file}: two columns are named {name!r}")
             needed = [name for name in there if any(c == name or c.startswith(f"{name}.") for c in columns)]
             missing = {name: None for name in there if name not in needed}
-            for batch in opened.iter_batches(columns=needed):
+            groups = map(opened.metadata.row_group, range(opened.num_row_groups))
+            _check_memory(file, sum(group.total_byte_size for group in groups))
+            num_bytes = 0
+            for batch in opened.iter_batches(columns=needed, batch_size=BATCH_ROWS):
+                num_bytes += batch.nbytes  # a few bytes of a file can be many rows
+                _check_memory(file, num_bytes)
                 made = {}
                 for name, values in zip(batch.schema.names, batch.columns, strict=True):
                     made[name] = values.to_pylist()
@@ -157,8 +164,17 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row
                 for i in range(batch.num_rows):
                     number += 1
                     yield f"{file} row {number}", {name: values[i] for name, values in made.items()} | missing
-    except (pyarrow.ArrowException, OSError, OverflowError) as error:
+    except (pyarrow.ArrowException, OSError, OverflowError, MemoryError) as error:
         raise ValueError(f"data {file}: Parquet cannot read it: {' '.join(str(error).split())[:300]}") from error
+
+
+def _check_memory(file: Path, num_bytes: int) -> None:
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > there:
+        raise ValueError(
+            f"data {file}: its rows take {num_bytes / 1e9:.1f} GB or more, this machine's memory has "
+            f"{there / 1e9:.1f} GB: were they meant?"
+        )
 
 
 def _shortest(value: object, kind: pyarrow.DataType) -> object:

@@ -59,7 +59,12 @@ class Tokenizer:
         self.bos_id: int | None = self._tokenizer.bos_token_id
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.pad_id: int | None = self._tokenizer.pad_token_id  # often eos_id: masks come from lengths, not from it
-        self.stop_ids = self._stop_ids(_read_json(folder / "generation_config.json"), added)
+        generation = _read_json(folder / "generation_config.json")
+        try:
+            self.stop_ids = self._stop_ids(generation, added)
+        except Exception as error:  # whatever a template raises
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"{folder}: its chat template cannot be used: {reason[:300]}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -134,4 +139,13 @@ class Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """Empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON: {error}") from error
+    if not isinstance(words, dict):
+        raise ValueError(f"{path}: holds no JSON object but {str(words)[:60]}")
+    return words

@@ -13,6 +13,7 @@ from spmd_rl.data import Dataset, read_rows
 from spmd_rl.envs.choice import Choice
 from spmd_rl.envs.code import Code
 from spmd_rl.envs.questions import Questions
+from spmd_rl.row_files import rows_of
 
 FIELDS = {"question": "question", "answer": "answer"}
 A, B = {"question": "Q é?", "answer": "18"}, {"question": "R?", "answer": "19"}
@@ -351,3 +352,19 @@ def contents(tmp_path, **settings) -> list[str]:
 def test_a_test_with_an_escape_that_python_warns_of_is_one(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps({"question": "Q?", "tests": ["assert f('\\d')"]}))
     next(Code(tokenizer=None, path=str(tmp_path / "r.jsonl")).tasks(0, "train"))
+
+
+def test_a_small_file_of_more_rows_than_memory_holds_is_refused(tmp_path, monkeypatch):
+    """400 bytes of Parquet can name one long text as often as they like."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 20_000), pyarrow.array(["x" * 4096]))
+    parquet.write_table(pyarrow.table({"q": column}), tmp_path / "r.parquet", compression="zstd")
+    assert (tmp_path / "r.parquet").stat().st_size < 20_000
+    assert sum(1 for _ in rows_of(tmp_path / "r.parquet", ["q"])) == 20_000
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1024, "SC_PHYS_PAGES": 40_000}[name])
+    with pytest.raises(
+        ValueError, match=r"r.parquet: its rows take 0\.0 GB or more, .* memory has 0\.0 GB"
+    ):
+        list(rows_of(tmp_path / "r.parquet", ["q"]))

@@ -59,6 +59,30 @@ def test_stop_ids_come_from_generation_config_tokenizer_and_template(tmp_path):
     assert Tokenizer(tmp_path).stop_ids == (0, 2, 7, 9)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", r"holds no JSON object but \[\]"),
+        ("[" * 10_000, "no JSON: maximum recursion"),
+        ("{", "no JSON: Expecting"),
+    ],
+)
+def test_a_generation_config_that_is_none_is_refused_by_name(tmp_path, text, message):
+    write_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"generation_config\.json: {message}"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 'x' * 10 ** 14 }}", "{{ messages[9].content }}", "{% for %}", "{{ raise_exception('no') }}"]
+)
+def test_a_template_that_cannot_be_used_is_refused_in_one_line(tmp_path, template):
+    with pytest.raises(ValueError, match=r": its chat template cannot be used: \w+") as caught:
+        Tokenizer(write_folder(tmp_path, template=template))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_single_stop_id_is_named_once(tmp_path):
     write_folder(tmp_path, eos="<|end|>", generation={"eos_token_id": 2})
     tokenizer = Tokenizer(tmp_path)
