@@ -20,7 +20,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.logging import disable_progress_bar
 
-from spmd_rl.attention import ATTENTION, Attend, Segments, token_positions
+from spmd_rl.attention import ATTENTION, Attend, ByRow, Segments, token_positions
 from spmd_rl.logit_form import logit_form
 from spmd_rl.logprobs import Head
 from spmd_rl.model_files import FLOATS, INDEX, SINGLE, Stored, stored_tensors
@@ -65,6 +65,8 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     """Layers with attention, key heads, width of a head (the wider one where keys and values differ)."""
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     layers = sum(kind not in STATES | OTHER_LAYERS for kind in kinds)
+    if not layers:
+        return 0, 0, 0
     if nope := getattr(config, "qk_nope_head_dim", None):  # latent attention, whose keys are held expanded
         return layers, config.num_attention_heads, max(nope + config.qk_rope_head_dim, config.v_head_dim)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -221,9 +223,10 @@ def _one_line(error: Exception) -> str:
 def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:
     """Compute the buffers that no checkpoint holds (rope frequencies, embedding scale), leaving parameters on meta."""
     for module in model.modules():
-        if module._buffers:
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+    for module in model.modules():
+        if next(module.buffers(), None) is not None:  # some modules fill those of modules within them
             model._init_weights(module)
 
 
@@ -270,12 +273,37 @@ def run_body(
     token_ids: Tensor,  # [T]
     positions: Tensor,  # [T]
     attend: Attend,
+    states: object | None = None,  # see engine.states: of one sequence, of which these are the first tokens
 ) -> Tensor:  # [T, d]
     """Body of the model over T tokens whose attention is whatever `attend` does."""
-    out = model.base_model(
-        input_ids=token_ids.long()[None], position_ids=positions[None], use_cache=False, attend=attend
+    return _run(model, token_ids[None], positions[None], attend, states)[0]
+
+
+def run_rows(
+    model: nn.Module,
+    token_ids: Tensor,  # [n]
+    positions: Tensor,  # [n]
+    attend: Attend,
+    states: object,  # of n sequences, one row each
+) -> Tensor:  # [n, d]
+    """Body of the model over the next token of each of n sequences, which go on from their states."""
+    return _run(model, token_ids[:, None], positions[:, None], ByRow(attend), states)[:, 0]
+
+
+def _run(model: nn.Module, token_ids: Tensor, positions: Tensor, attend: Attend, states: object | None) -> Tensor:
+    """[n, T] to [n, T, d]."""
+    body = model.base_model
+    cached = {} if states is None else {cache_keyword(body): states}
+    out = body(
+        input_ids=token_ids.long(), position_ids=positions, use_cache=states is not None, attend=attend, **cached
     )
-    return out.last_hidden_state[0]
+    return out.last_hidden_state
+
+
+def cache_keyword(module: nn.Module) -> str:
+    """By which a module is given what it carries from token to token; another one in older transformers."""
+    taken = inspect.signature(module.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in taken), "cache")
 
 
 def head(model: nn.Module, dtype: torch.dtype | None = None) -> Head:

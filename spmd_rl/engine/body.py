@@ -12,8 +12,9 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from spmd_rl.attention import Attend
+from spmd_rl.engine.states import States
 from spmd_rl.logprobs import Head
-from spmd_rl.model import head, run_body
+from spmd_rl.model import head, run_body, run_rows
 from spmd_rl.weights.layout import manifest
 
 
@@ -24,8 +25,12 @@ class Body(Protocol):
     def load(self, weights: object) -> None:
         """Compute with what `prepare` gave, from now on."""
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[T], [T] -> hidden states [T, d] after the last norm."""
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: States | None = None) -> Tensor:
+        """[T], [T] -> hidden states [T, d] after the last norm.
+
+        Of a model whose layers carry states the tokens are the first ones of one sequence, where its states are empty,
+        or one more token of each of the T sequences that they are of.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, d] -> [n, V]."""
@@ -56,8 +61,9 @@ class Modules:
             for module, attribute in places:
                 module._parameters[attribute] = parameter
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return run_body(self._model, token_ids, positions, attend)
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: States | None = None) -> Tensor:
+        run = run_rows if states is not None and states.held else run_body
+        return run(self._model, token_ids, positions, attend, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head.logits(hidden)

@@ -17,6 +17,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from spmd_rl.engine.sampling import Uniforms
+from spmd_rl.engine.states import States
 from spmd_rl.types import Sampling
 
 SMALLEST = 64  # tokens per row of the smallest slab
@@ -35,6 +36,7 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     slab: Slab | None = None  # None while its prefix is being computed
     row: int = 0
+    states: States | None = None  # what layers carry beside keys and values, until it is joined with others
 
 
 @dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)
@@ -45,6 +47,7 @@ class Prefix:
     kv: dict[int, Tensor] = field(default_factory=dict)  # by layer [2, H_kv, len(tokens), D], from its first chunk on
     is_open: bool = False  # there is memory for it
     num_done: int = 0
+    states: States | None = None  # after its last token, of a model whose layers carry any
     last_hidden: Tensor | None = None  # [d] of the last token, once all are done
     waiting: list[Sequence] = field(default_factory=list)  # start when it is done
     base: Prefix | None = None  # a shorter one that this extends and waits for
@@ -107,8 +110,9 @@ class Cache:
         *,
         max_rows: int,  # sequences that have a row at a time
         budget: int,  # tokens for which keys and values may be held
+        state_tokens: int = 0,  # as many more take the states of a sequence, or of a prefix
     ) -> None:
-        self._max_rows, self._budget = max_rows, budget
+        self._max_rows, self._budget, self._state_tokens = max_rows, budget, state_tokens
         self._slabs: dict[int, Slab] = {}
         self._prefixes: WeakSet[Prefix] = WeakSet()  # that hold any
 
@@ -120,21 +124,22 @@ class Cache:
     @property
     def num_tokens(self) -> int:
         """Tokens for which there is memory."""
-        rows = sum(slab.num_rows * slab.capacity for slab in self._slabs.values())
-        return rows + sum(len(prefix.tokens) for prefix in self._prefixes)
+        rows = sum(slab.num_rows * (slab.capacity + self._state_tokens) for slab in self._slabs.values())
+        return rows + sum(len(prefix.tokens) + self._state_tokens for prefix in self._prefixes)
 
     def slabs(self) -> list[Slab]:
         return [slab for _, slab in sorted(self._slabs.items()) if slab.sequences]
 
     def open(self, prefix: Prefix) -> None:
         """Memory for a prefix that is about to be computed."""
-        self._fit(len(prefix.tokens))
+        self._fit(len(prefix.tokens) + self._state_tokens)
         prefix.is_open = True
         self._prefixes.add(prefix)
 
     def start(self, sequence: Sequence, prefix: Prefix) -> None:
         """Give a sequence a row that holds the prefix and has room for the next token."""
         self._slab_for(len(prefix.tokens) + 1).add(sequence, prefix.kv)
+        sequence.states = None if prefix.states is None else prefix.states.copy()
 
     def make_room(self, sequence: Sequence) -> None:
         """Before its last token is computed: move it to a larger slab where its own is full."""
@@ -163,9 +168,9 @@ class Cache:
         slab = self._slabs[capacity]
         used = len(slab.sequences)
         if used == slab.num_rows:
-            more = min(max(used, 1), self._max_rows - used)
-            more = more if self._fits(more * capacity) else 1
-            self._fit(more * capacity)
+            more, each = min(max(used, 1), self._max_rows - used), capacity + self._state_tokens
+            more = more if self._fits(more * each) else 1
+            self._fit(more * each)
             slab.resize(used + more)
         return slab
 

@@ -86,7 +86,7 @@ class LlamaBody:
     def load(self, weights: _Weights) -> None:
         self._weights = weights
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: None = None) -> Tensor:
         weights, x = self._weights, F.embedding(token_ids, self._weights.embedding)
         cos, sin = self._cos[positions], self._sin[positions]
         num = len(x)

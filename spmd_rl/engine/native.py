@@ -24,10 +24,12 @@ from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab
 from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.sampling import Uniforms, check_request, sample
+from spmd_rl.engine.states import Joined, States, clamp_time_steps, state_bytes
 from spmd_rl.engine.step_attention import StepAttention
 from spmd_rl.engine.stops import Decode, check_stop, completes_stop
 from spmd_rl.engine.weights import check_update, sampled_before
 from spmd_rl.logprobs import token_logprobs
+from spmd_rl.model import packs
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import manifest
 
@@ -71,8 +73,17 @@ class NativeEngine:
         short = functional and LlamaBody.fits(model)
         one_row = deterministic or max_slots == 1
         self._body: Body = LlamaBody(model, max_seq_len, device, one_row=one_row) if short else Modules(model)
-        self._room = KvRoom.of(config, dtype=model.dtype, num_bytes=kv_cache_bytes, max_seq_len=max_seq_len)
-        self._cache = Cache(max_rows=max_slots, budget=self._room.total)
+        self._joined = None if packs(model) else Joined()  # of a model whose layers carry states
+        if self._joined is not None:
+            clamp_time_steps(model)
+        self._room = KvRoom.of(
+            config,
+            dtype=model.dtype,
+            num_bytes=kv_cache_bytes,
+            max_seq_len=max_seq_len,
+            state_bytes=state_bytes(model) if self._joined is not None and kv_cache_bytes else 0,
+        )
+        self._cache = Cache(max_rows=max_slots, budget=self._room.total, state_tokens=self._room.state)
         self._no_rows = torch.empty(0, config.hidden_size, dtype=model.dtype, device=device)
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: dict[int, Sequence] = {}
@@ -183,16 +194,20 @@ class NativeEngine:
 
     def _admit(self) -> None:
         """In order of arrival, while there are slots, and room for the longest rows that all may come to need."""
-        reserved = sum(_largest_row(s) for s in self._running.values())
+        reserved = sum(self._largest_row(s) for s in self._running.values())
         self._num_lacking_kv = 0
         while self._waiting and len(self._running) < self._max_slots:
             request_id, sequence = next(iter(self._waiting.items()))
-            reserved += _largest_row(sequence)
+            reserved += self._largest_row(sequence)
             if reserved > self._room.rows:
                 self._num_lacking_kv = min(len(self._waiting), self._max_slots - len(self._running))
                 break
             self._running[request_id] = self._waiting.pop(request_id)
             self._queue_prompt(sequence)
+
+    def _largest_row(self, sequence: Sequence) -> int:
+        """Tokens of the last row that it may come to need; those of its last token are never held."""
+        return Cache.capacity(sequence.num_prompt + sequence.sampling.max_tokens - 1) + self._room.state
 
     def _queue_prompt(self, sequence: Sequence) -> None:
         prefix = self._prompt_prefix(sequence.tokens[: sequence.num_prompt])
@@ -210,13 +225,15 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _recompute_all(self, started: list[Sequence]) -> None:
-        """Queue the tokens so far of every started sequence; what a group shares is computed once."""
+        """Queue the tokens so far of every started sequence; what a group shares is computed once, but for states."""
         prompts = Counter(tuple(s.tokens[: s.num_prompt]) for s in started)
         self._cache.clear()
+        if self._joined is not None:
+            self._joined.clear()
         jobs = [Prefix(tokens=list(s.tokens), waiting=[s]) for s in started]
         for job, sequence in zip(jobs, started, strict=True):
             prompt = tuple(sequence.tokens[: sequence.num_prompt])
-            if prompts[prompt] > 1 and not self._deterministic:
+            if prompts[prompt] > 1 and not self._deterministic and self._joined is None:
                 job.base = self._prompt_prefix(list(prompt))  # before all that wait for it
         self._jobs += jobs
 
@@ -241,18 +258,21 @@ class NativeEngine:
         return ended
 
     def _trim_prefixes(self) -> None:
-        held = sum(len(p.tokens) for p in self._prefixes.values())
+        held = sum(len(p.tokens) + self._room.state for p in self._prefixes.values())
         for key, prefix in list(self._prefixes.items()):
             if held <= self._room.kept:
                 break
             if prefix.last_hidden is not None:
-                held -= len(prefix.tokens)
+                held -= len(prefix.tokens) + self._room.state
                 del self._prefixes[key]
 
     # one step
 
     def _next_chunks(self) -> list[tuple[Prefix, int, int]]:
-        """At most `prefill_budget` tokens in all; deterministic: cut at the same places whatever else runs."""
+        """At most `prefill_budget` tokens in all; deterministic: cut at the same places whatever else runs.
+
+        Layers that carry states begin with a whole prefix: then at least one, and more while they fit.
+        """
         chunks, budget = [], self._prefill_budget
         for job in self._jobs:
             if job.base is not None and job.base.last_hidden is None:
@@ -267,29 +287,33 @@ class NativeEngine:
             left = len(job.tokens) - job.num_done
             if self._deterministic and min(left, self._prefill_budget) > budget:
                 break
-            num = min(left, budget)
+            if self._joined is not None and chunks and left > budget:
+                break
+            num = min(left, budget) if self._joined is None else left
             chunks.append((job, job.num_done, job.num_done + num))
             budget -= num
-            if budget == 0:
+            if budget <= 0:
                 break
         return chunks
 
     def _forward(self, slabs: list[Slab], chunks: list[tuple[Prefix, int, int]]) -> Tensor:
         """Hidden states of the decoding rows, slab by slab; the chunks become part of their prefixes."""
-        if not self._deterministic:
-            return self._forward_together([(s, 0, len(s.sequences)) for s in slabs], chunks)
-        alone = [(slab, row, 1) for slab in slabs for row in range(len(slab.sequences))]
-        rows = [self._forward_together([row], []) for row in alone]
+        together = [(slab, 0, len(slab.sequences)) for slab in slabs]
+        if self._joined is None and not self._deterministic:
+            return self._forward_together(together, chunks)
+        alone = [[(slab, row, 1)] for slab in slabs for row in range(len(slab.sequences))]
+        hidden = [self._forward_together(rows, []) for rows in (alone if self._deterministic else [together])]
         for chunk in chunks:
             self._forward_together([], [chunk])
-        return torch.cat(rows) if rows else self._no_rows
+        return torch.cat(hidden) if hidden else self._no_rows
 
     def _forward_together(self, rows: list[tuple[Slab, int, int]], chunks: list[tuple[Prefix, int, int]]) -> Tensor:
         attention = StepAttention(rows, chunks, self._device)
         if not attention.token_ids:
             return self._no_rows
         ids = torch.tensor(attention.token_ids, device=self._device)
-        hidden = self._body(ids, torch.tensor(attention.positions, device=self._device), attention)
+        positions = torch.tensor(attention.positions, device=self._device)
+        hidden = self._body(ids, positions, attention, self._states(rows, chunks))
         row = num_decoding = sum(num for _, _, num in rows)
         for prefix, begin, end in chunks:
             row += end - begin
@@ -302,6 +326,16 @@ class NativeEngine:
                 if prefix.waiting:  # the shared part of recomputed sequences has none
                     self._ready.append(prefix)
         return hidden[:num_decoding]
+
+    def _states(self, rows: list[tuple[Slab, int, int]], chunks: list[tuple[Prefix, int, int]]) -> States | None:
+        """Of the rows, or those that a whole prefix is to fill; None: layers carry none."""
+        if self._joined is None:
+            return None
+        for prefix, _, _ in chunks:
+            prefix.states = States()
+            return prefix.states
+        sequences = [sequence for slab, first, num in rows for sequence in slab.sequences[first : first + num]]
+        return sequences[0].states if self._deterministic else self._joined.of(sequences)
 
     def _sample(self, decoding: list[Sequence], hidden: Tensor) -> list[tuple[int, Completion]]:
         """One token for every decoding sequence and for every sequence that starts from a complete prefix."""
@@ -357,11 +391,6 @@ class NativeEngine:
         if sampling.stop and completes_stop(sequence.tokens[sequence.num_prompt :], sampling.stop, self._decode):
             return "stop"
         return "length" if len(sequence.logprobs) == sampling.max_tokens else ""
-
-
-def _largest_row(sequence: Sequence) -> int:
-    """Tokens of the last row that it may come to need; those of its last token are never held."""
-    return Cache.capacity(sequence.num_prompt + sequence.sampling.max_tokens - 1)
 
 
 def _completion(sequence: Sequence, reason: str) -> Completion:
