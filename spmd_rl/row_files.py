@@ -154,10 +154,12 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row
             _check_memory(file, sum(group.total_byte_size for group in groups))
             num_bytes = 0
             for batch in opened.iter_batches(columns=needed, batch_size=BATCH_ROWS):
-                num_bytes += batch.nbytes  # a few bytes of a file can be many rows
-                _check_memory(file, num_bytes)
                 made = {}
                 for name, values in zip(batch.schema.names, batch.columns, strict=True):
+                    if pyarrow.types.is_dictionary(values.type):
+                        values = values.dictionary_decode()
+                    num_bytes += values.nbytes  # a few bytes of a file can be many rows
+                    _check_memory(file, num_bytes)
                     made[name] = values.to_pylist()
                     if "float" in str(values.type):
                         made[name] = [_shortest(value, values.type) for value in made[name]]
