@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -14,6 +16,7 @@ from spmd_rl.engine.protocol import Engine
 from spmd_rl.engine.stops import Decode
 from spmd_rl.model import build, engine_dtype, exact_dtype, kv_token_bytes, load_config
 from spmd_rl.run_dir import RunDir
+from spmd_rl.stored_names import StoredNames, original_names
 from spmd_rl.weights.adapter import AdapterReceiver
 from spmd_rl.weights.disk import DiskReceiver
 from spmd_rl.weights.layout import TensorSpec, manifest
@@ -61,6 +64,7 @@ def build_engine(
         kv_on_update=inference.kv_on_update,
         kv_cache_bytes=inference.kv_cache_mib << 20,
         decode=decode,
+        original=partial(original_names, model),
     )
     leads = group.size() > 1 and group.rank() == 0
     return Leader(engine=engine, group=group) if leads else engine, specs
@@ -73,6 +77,7 @@ def make_receiver(
     if config.weights.mode == "disk":
         return DiskReceiver(
             weights=run_dir.weights,
+            loaded=StoredNames(config.model.path).loaded,
             device=world.device,
             deliver=deliver,
             failed=failed,

@@ -99,7 +99,7 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
     if weights:
         model = _load(folder, config, dtype).to(device)
     else:
-        model = _on_meta(folder, config, dtype)
+        model = on_meta(folder, config, dtype)
         _fill_buffers(model, device)
     try:
         head(model)
@@ -140,9 +140,9 @@ def check_weights(folder: str | Path) -> None:
     """
     folder = Path(folder)
     stored = stored_tensors(folder)
-    model = _on_meta(folder, load_config(folder), torch.float32)
+    model = on_meta(folder, load_config(folder), torch.float32)
     tied = dict(model.all_tied_weights_keys)
-    report = _loaded_from(model, stored)
+    report = loaded_from(model, {name: torch.empty(entry.shape, device="meta") for name, entry in stored.items()})
     for copy, original in tied.items():  # either is made of the other one
         report.missing_keys -= {copy} if report.missing_keys.issuperset((copy, original)) else {copy, original}
     unexpected = set(report.unexpected_keys)
@@ -172,17 +172,22 @@ def check_weights(folder: str | Path) -> None:
             )
 
 
-def _loaded_from(model: PreTrainedModel, stored: Mapping[str, Stored]) -> LoadStateDictInfo:
-    """What transformers would say after loading such tensors, renamed and put together as it does; reads none."""
+def loaded_from(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], device: torch.device | str = "meta"
+) -> LoadStateDictInfo:
+    """Put the tensors of a folder into the model as transformers does, renamed and put together; what it says of it.
+
+    On the meta device nothing is computed.
+    """
     disable_progress_bar()
     needs = inspect.signature(convert_and_load_state_dict_in_model).parameters
     report, _ = convert_and_load_state_dict_in_model(
         model=model,
-        state_dict={name: torch.empty(entry.shape, device="meta") for name, entry in stored.items()},
+        state_dict=dict(tensors),
         load_config=LoadStateDictConfig(
             ignore_mismatched_sizes=True,  # they are told apart above
-            device_map={"": "meta"},
-            dtype=torch.float32,
+            device_map={"": device},
+            dtype=model.dtype,
             weight_mapping=get_model_conversion_mapping(model),
         ),
         **({"tp_plan": None} if "tp_plan" in needs else {}),  # before transformers 5.6
@@ -206,7 +211,7 @@ def _same_bytes(one: Stored, other: Stored) -> bool:
     return True
 
 
-def _on_meta(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def on_meta(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The module of a config, all of it on the meta device."""
     try:
         with torch.device("meta"):

@@ -16,7 +16,7 @@ import re
 import secrets
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -112,6 +112,8 @@ class VllmEngine:
         kv_on_update: str = "recompute",  # "recompute" | "keep"
         kv_cache_bytes: int = 0,  # per rank; 0: room for max_slots sequences of max_seq_len
         decode: Decode | None = None,  # for requests with stop strings
+        original: Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,  # an update's tensors
+        # under the names that vLLM loads: experts one by one
     ) -> None:
         check_installed()
         text = config.get_text_config()
@@ -119,7 +121,7 @@ class VllmEngine:
         self._specs, self._group, self._device = {spec.name: spec for spec in specs}, group, device
         self._local_rank = device.index or 0 if device.type == "cuda" else group.rank()
         self._vocab, self._tied = text.vocab_size, bool(config.tie_word_embeddings)
-        self._max_slots, self._max_seq_len, self._decode = max_slots, max_seq_len, decode
+        self._max_slots, self._max_seq_len, self._decode, self._original = max_slots, max_seq_len, decode, original
         self._recompute = kv_on_update == "recompute"
         self._waiting: OrderedDict[int, _Request] = OrderedDict()
         self._running: dict[int, _Request] = {}
@@ -198,16 +200,25 @@ class VllmEngine:
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._on_device()
         check_update(tensors, self._specs, self._device)  # vLLM never recovers from a tensor of another shape
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
-        if self._tied and self._device.type == "cpu":
-            head = self._engine.model_executor.driver_worker.get_model().lm_head  # its packed copy is still the old one
-            head.quant_method.process_weights_after_loading(head)
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": self._original(tensors.items())})
+        if self._device.type == "cpu":
+            self._pack_again()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # copied: the tensors may be overwritten, on another stream
         if self._recompute and not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(f"vLLM did not drop its KV cache of version {self.version}")
         self._engine.set_weight_version(str(version))
         self.version = version
+
+    def _pack_again(self) -> None:
+        """CPUs multiply by packed copies; a reload leaves those of a tied head and of experts as they were."""
+        model = self._engine.model_executor.driver_worker.get_model()
+        if self._tied:
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+        for module in model.modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         if not 0 < len(token_ids) <= self._max_seq_len:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmd_rl import tensor_file
 from spmd_rl.folders import written_aside
+from spmd_rl.stored_names import StoredNames
 from spmd_rl.trainer.lora import write_adapter
 from spmd_rl.trainer.optimizer import whole
 from spmd_rl.trainer.ranks import TrainerRanks
@@ -27,15 +28,23 @@ SUMS = "SHA256SUMS"
 
 
 def export(
-    parameters: Mapping[str, Tensor], ranks: TrainerRanks, *, folder: Path, source: Path, dtype: torch.dtype | None
+    parameters: Mapping[str, Tensor],
+    ranks: TrainerRanks,
+    *,
+    folder: Path,
+    source: Path,
+    names: StoredNames | None = None,  # of `source`; made here if None
+    dtype: torch.dtype | None,
 ) -> dict[str, Tensor]:
-    """Write `folder`, complete or not at all; returns on every rank when it is there, with the tensors on the first.
+    """Write `folder`, complete or not at all; returns on every rank when it is there, with its tensors on the first.
 
+    Tensors have the names that they have in `source`, in which experts may lie one by one; tied ones are written once.
     All files of `source` but its weights come along: configs, tokenizer, chat template; SHA256SUMS is of all files, for
     readers on the far side of a file system or network (`sha256sum -c SHA256SUMS`).  dtype None keeps the precision
-    that is trained in.  Tied parameters are written once.
+    that is trained in.
     """
-    tensors = _gathered(parameters, ranks, dtype)
+    gathered = _gathered(parameters, ranks, dtype)
+    tensors = dict((names or StoredNames(source)).of(gathered) if ranks.index == 0 else gathered)
     if tensors:
         _write(tensors, Path(folder), Path(source))
     ranks.barrier()
@@ -46,20 +55,20 @@ def export_adapter(
     parameters: Mapping[str, Tensor], ranks: TrainerRanks, *, folder: Path, lora: Lora, base: Path
 ) -> None:
     """Write the additions of LoRA alone, in the form of PEFT."""
-    tensors = _gathered(parameters, ranks, None)
+    tensors = dict(_gathered(parameters, ranks, None))
     if tensors:
         write_adapter(Path(folder), tensors, lora, Path(base).absolute())
     ranks.barrier()
 
 
-def _gathered(parameters: Mapping[str, Tensor], ranks: TrainerRanks, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Whole and on the CPU on the first rank, empty on the others."""
-    tensors: dict[str, Tensor] = {}
+def _gathered(
+    parameters: Mapping[str, Tensor], ranks: TrainerRanks, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole and on the CPU on the first rank, nothing on the others."""
     for name, parameter in parameters.items():
         full = whole(parameter.detach())
         if ranks.index == 0:
-            tensors[name] = full.to("cpu", dtype or full.dtype).contiguous()
-    return tensors
+            yield name, full.to("cpu", dtype or full.dtype).contiguous()
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, source: Path) -> None:

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from spmd_rl.objective import Objective, Sums
 from spmd_rl.objective.losses import Rows, k1
+from spmd_rl.stored_names import StoredNames
 from spmd_rl.trainer.critic import Credit, Credited, credit, standardize, value_losses
 from spmd_rl.trainer.export import export, export_adapter
 from spmd_rl.trainer.flops import Flops, peak_memory_bytes
@@ -111,6 +112,7 @@ class Trainer:
             weight_decay=weight_decay,
         )
         self.flops = Flops(models.model, self.device)
+        self._stored_names: dict[Path, StoredNames] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -383,7 +385,12 @@ class Trainer:
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Write an ordinary Hugging Face folder, with config and tokenizer from `source`; its tensors, see `export`."""
         self.models.refresh()
-        return export(self.models.named_parameters(), self.ranks, folder=folder, source=source, dtype=dtype)
+        if self.ranks.index == 0 and source not in self._stored_names:
+            self._stored_names[source] = StoredNames(source)
+        names = self._stored_names.get(source)
+        return export(
+            self.models.named_parameters(), self.ranks, folder=folder, source=source, names=names, dtype=dtype
+        )
 
     def export_adapter(self, folder: Path, source: Path) -> None:
         """Write what LoRA added to the model in `source` as a PEFT folder."""

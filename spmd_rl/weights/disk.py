@@ -2,9 +2,9 @@
 
 For engines that no process group reaches, outside the job or inside it.  A folder is complete or absent; the newest are
 kept, the live one and the next among them however far the trainers are ahead.  Same interface as WeightSender and
-WeightReceiver.  The checksums, one a tensor in the order of names, are of what the trainers hold in memory; readers are
-told them with the version, by another way than the file, and compare them with those of what they have read before it
-is delivered.
+WeightReceiver.  The checksums, one a tensor in the order of names in the file, are of what the trainers hold in memory;
+readers are told them with the version, by another way than the file, and compare them with those of what they have read
+before it is delivered.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class DiskReceiver:
         self,
         *,
         weights: Path,
+        loaded: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,  # by the file's names to the model's
         device: torch.device,
         deliver: Deliver,
         failed: Failed,
@@ -91,7 +92,8 @@ class DiskReceiver:
         rank: int,  # this one
         seen_s: float = SEEN_S,
     ) -> None:
-        self._weights, self._device, self._deliver, self._failed = weights, device, deliver, failed
+        self._weights, self._loaded, self._device = weights, loaded, device
+        self._deliver, self._failed = deliver, failed
         self._sender, self._rank, self._seen_s = sender, rank, seen_s
         self._told: queue.SimpleQueue[tuple[int, Sequence[int]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weight reader", daemon=True)
@@ -134,7 +136,7 @@ class DiskReceiver:
         size = path.stat().st_size
         received = Received(
             version=version,
-            tensors=tensors,
+            tensors=self._loaded(tensors),
             checksums=checksums,
             num_bytes=size,
             receive_s=time.perf_counter() - start,

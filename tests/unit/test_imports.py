@@ -33,7 +33,7 @@ LAYERS = [
     | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"}
     | {"loop_watch"},
     {"judge", "model", "history", "continuation"},
-    {"envs", "weights"},
+    {"envs", "weights", "stored_names"},
     {"tiny_model", "smollm2"},
     {
         "world",

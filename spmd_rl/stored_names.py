@@ -1,0 +1,97 @@
+"""The names that weights have in the files of a model folder, where they are others than in memory.
+
+Transformers joins, splits or renames what a folder holds: `experts.0.gate_proj.weight` … become one
+`experts.gate_up_proj`.  Other readers know the names of the files, so what leaves for them is turned back by the
+reverse conversion of transformers.  Knows nothing of ranks or engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from spmd_rl.model import load_config, loaded_from, on_meta
+from spmd_rl.model_files import stored_tensors
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class StoredNames:
+    """Of one folder, as its files are when this is made."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = folder
+        self._stored: Shapes = {name: entry.shape for name, entry in stored_tensors(Path(folder)).items()}
+        self._model = self._made()
+        tied = self._model.all_tied_weights_keys  # copy to original
+        self._names = [name for name in self._model.state_dict() if name not in tied]
+        self._copies = {original: copy for copy, original in tied.items()}
+        empty = {name: torch.empty(shape, device="meta") for name, shape in self._stored.items()}
+        loaded_from(self._model, empty)  # after this the model knows which conversions the folder needs
+        self._renames = set(self._names) != set(self._stored) or bool(self._model._weight_conversions)
+
+    def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Weights by the model's names, layer by layer, to the same under the folder's; no tensor is held for long."""
+        if not self._renames:
+            yield from tensors
+            return
+        for _, layer in groupby(tensors, key=lambda item: _layer_of(item[0])):
+            yield from self._turned_back(dict(layer)).items()
+
+    def loaded(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights by the folder's names to the same under the model's, as loading the folder would make them."""
+        if not self._renames:
+            return dict(tensors)
+        model = self._made()
+        some = next(iter(tensors.values()))
+        loaded_from(model.to(some.dtype), tensors, device=some.device)
+        made = model.state_dict()
+        return {name: made[name] for name in self._names}
+
+    def lost(self) -> list[str]:
+        """The model's weights that `of` cannot give names of the folder."""
+        named = ((name, p.detach()) for name, p in self._made().named_parameters())
+        return sorted(name for name, tensor in self.of(named) if self._stored.get(name) != tuple(tensor.shape))
+
+    def _made(self) -> PreTrainedModel:
+        return on_meta(self._folder, load_config(self._folder), torch.float32)
+
+    def _turned_back(self, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The first of a few ways that gives names and shapes of the folder; else the model's own names."""
+        reverted = revert_weight_conversion(self._model, layer)
+        prefix = f"{self._model.base_model_prefix}."
+        for way in (reverted, layer):
+            if self._fits(way):
+                return way
+            bare = {name.removeprefix(prefix): tensor for name, tensor in way.items()}  # a base model's folder
+            if self._fits(bare):
+                return bare
+            tied = {self._copies.get(name, name): tensor for name, tensor in way.items()}  # stored as its copy
+            if self._fits(tied):
+                return tied
+        return layer
+
+    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        return all(self._stored.get(name) == tuple(tensor.shape) for name, tensor in tensors.items())
+
+
+def original_names(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights by the model's names, layer by layer, to the same under those that its architecture was published with.
+
+    For readers that know the architecture and no folder; `model` was built from a config alone.
+    """
+    for _, layer in groupby(tensors, key=lambda item: _layer_of(item[0])):
+        yield from revert_weight_conversion(model, dict(layer)).items()
+
+
+def _layer_of(name: str) -> str:
+    """What comes before the first number, and it: the layer that a weight is in; the whole name outside of layers."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: at + 1])

@@ -1,0 +1,138 @@
+"""What is exported has the names of the folder that it came from, experts one by one where they lie so there."""
+
+import queue
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen3Config
+
+from spmd_rl.model import build
+from spmd_rl.model_files import stored_tensors
+from spmd_rl.stored_names import StoredNames, original_names
+from spmd_rl.trainer.export import export
+from spmd_rl.trainer.ranks import TrainerRanks
+from spmd_rl.weights.disk import FILE, DiskReceiver, DiskSender
+from spmd_rl.weights.wire import Received, SendReport
+from tests.unit import moe_models
+from tests.unit.moe_models import SHAPE
+
+CPU = torch.device("cpu")
+TRAINED = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+
+
+def exported(folder: Path, to: Path) -> dict[str, Tensor]:
+    model = build(folder, device=CPU, dtype=torch.float32, weights=True)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    export(parameters, TrainerRanks(group=None, device=CPU), folder=to, source=folder, dtype=None)
+    return load_file(to / "model.safetensors")
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("name", TRAINED)
+def test_an_export_of_untrained_weights_is_its_source_to_the_bit(name: str, original: bool, tmp_path: Path) -> None:
+    folder = moe_models.save(name, tmp_path / "source", original=original)
+    source = load_file(folder / "model.safetensors")
+    assert any(".experts.0." in key for key in source) == original
+    assert equal(exported(folder, tmp_path / "model"), source)
+    assert equal(exported(tmp_path / "model", tmp_path / "again"), source)
+
+
+def test_renamed_and_prefixed_and_tied_folders_keep_their_names(tmp_path: Path) -> None:
+    neox = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+    configs = {"gpt_neox": GPTNeoXConfig(**neox), "tied": Qwen3Config(**(SHAPE | {"tie_word_embeddings": True}))}
+    for name, config in configs.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+    tied = load_file(tmp_path / "tied/model.safetensors")
+    forms = {
+        "gpt_neox": load_file(tmp_path / "gpt_neox/model.safetensors"),
+        "tied": tied,
+        "base": {key.removeprefix("model."): tensor for key, tensor in tied.items()},
+        "head": {key.replace("model.embed_tokens", "lm_head"): tensor for key, tensor in tied.items()},
+    }
+    for form, tensors in forms.items():
+        folder = tmp_path / form
+        if form not in configs:
+            folder.mkdir()
+            (folder / "config.json").write_text((tmp_path / "tied/config.json").read_text())
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        assert equal(exported(folder, tmp_path / f"{form}_exported"), tensors), form
+        assert StoredNames(folder).lost() == []
+
+
+def test_a_reader_that_knows_experts_one_by_one_computes_from_the_export_what_the_model_computes(
+    tmp_path: Path,
+) -> None:
+    """By the names of Qwen3-MoE's published folders and the formula of its router."""
+    folder = moe_models.save("qwen3_moe", tmp_path / "source")
+    exported(folder, tmp_path / "model")
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
+    with safe_open(tmp_path / "model/model.safetensors", "pt") as file:
+        weight = lambda name: file.get_tensor(f"model.layers.1.mlp.{name}.weight")  # noqa: E731
+        scores, chosen = (x @ weight("gate").T).softmax(-1).topk(2)
+        expected = torch.zeros_like(x)
+        for i, (share, experts) in enumerate(zip(scores / scores.sum(-1, keepdim=True), chosen, strict=True)):
+            for s, e in zip(share, experts.tolist(), strict=True):
+                gate, up = (weight(f"experts.{e}.{part}") @ x[i] for part in ("gate_proj", "up_proj"))
+                expected[i] += s * (weight(f"experts.{e}.down_proj") @ (F.silu(gate) * up))
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(plain.model.layers[1].mlp(x[None])[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_the_names_of_an_architecture_need_no_folder(name: str, tmp_path: Path) -> None:
+    published = moe_models.save(name, tmp_path / "published")
+    folder = moe_models.save(name, tmp_path / "source", original=False)
+    loaded = build(folder, device=CPU, dtype=torch.float32, weights=True)
+    bare = build(folder, device=CPU, dtype=torch.float32, weights=False)
+    named = dict(original_names(bare, ((n, p.detach()) for n, p in loaded.named_parameters())))
+    assert equal(named, load_file(published / "model.safetensors"))
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_folders_of_versions_have_the_names_of_the_source_and_engines_get_those_of_the_model(
+    original: bool, tmp_path: Path
+) -> None:
+    folder = moe_models.save("mixtral", tmp_path / "source", original=original)
+    model = build(folder, device=CPU, dtype=torch.float32, weights=True)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    reports: list[SendReport] = []
+    arrived: queue.Queue[Received | Exception] = queue.Queue()
+    names, ranks = StoredNames(folder), TrainerRanks(group=None, device=CPU)
+    sender = DiskSender(
+        weights=tmp_path,
+        export=lambda to: export(parameters, ranks, folder=to, source=folder, names=names, dtype=torch.bfloat16),
+        kept=2,
+        reports=True,
+        sent=reports.append,
+    )
+    receiver = DiskReceiver(
+        weights=tmp_path,
+        loaded=StoredNames(folder).loaded,
+        device=CPU,
+        deliver=lambda version, fetch: arrived.put(fetch()),
+        failed=arrived.put,
+        sender=0,
+        rank=0,
+    )
+    receiver.start()
+    sender.publish(0)
+    assert load_file(tmp_path / "step_0" / FILE).keys() == stored_tensors(folder).keys()
+    receiver.take(0, reports[0].checksums)
+    received = arrived.get(timeout=20)
+    assert equal(dict(received.tensors), {n: t.to(torch.bfloat16) for n, t in parameters.items()})
+    next(p for p in parameters.values() if p.ndim == 3)[1, 2, 3] += 3
+    sender.publish(1)
+    receiver.take(1, reports[1].checksums)
+    assert arrived.get(timeout=20).version == 1
+    receiver.join()
+    assert reports[1].update_norm == pytest.approx(3, rel=1e-2)  # in bfloat16
