@@ -29,8 +29,21 @@ from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Completion, NotRetried, Rollout, Task
 
 T = TypeVar("T")
-LARGEST_BODY = 1 << 24  # bytes of a request
-REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
+LARGEST_HEAD = 1 << 14  # bytes of a request's first line and headers together
+LARGEST_BODY = 1 << 22  # bytes of a request; parsing holds the event loop for some 30 ms a MiB
+MOST_READING = 256  # connections that have not sent all of their request
+READ_S, WRITE_S = 30.0, 60.0  # a request is read, an answer is taken, within these
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    408: "Request Timeout",
+    411: "Length Required",
+    413: "Content Too Large",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)  # as Hermes and Qwen models write them
 _THOUGHT = re.compile(r".*</think>|<think>(?!.*</think>).*", re.DOTALL)  # its beginning may stand in the prompt
 
@@ -92,12 +105,14 @@ class ChatServer:
         self._episodes: dict[str, _Episode] = {}  # by the secret in their path
         self._starting = asyncio.Lock()
         self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task] = set()
+        self._num_reading = 0
 
     async def episode(self, task: Task, generate: Generate, play: Callable[[str], Awaitable[T]]) -> tuple[Rollout, T]:
         """What was sampled for those who asked at the URL that `play` is given, and what it returned."""
         async with self._starting:
             if self._server is None:
-                self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+                self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=LARGEST_HEAD)
         port = self._server.sockets[0].getsockname()[1]
         secret = secrets.token_urlsafe(16)
         chat = Chat(tokenizer=self._tokenizer, task=task, generate=generate, messages=[], on_rewrite=self._on_rewrite)
@@ -118,29 +133,33 @@ class ChatServer:
         return chat.rollout, result
 
     async def close(self) -> None:
+        """Waits for no client."""
         if self._server is not None:
             self._server.close()
+            for connection in self._connections:
+                connection.cancel()
             await self._server.wait_closed()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request a connection."""
+        connection = asyncio.current_task()
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
         try:
             status, kind, body = await self._answer(reader)
             head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: {kind}\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # the client has gone, or the episode; asyncio's own callback would fail at a cancelled task
+            async with asyncio.timeout(WRITE_S):
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError, TimeoutError):
+            writer.transport.abort()  # the client or the episode has gone; asyncio's callback fails at cancelled tasks
         finally:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
         status = 200
         try:
-            method, path, body = await _read(reader)
-            secret, _, rest = path.removeprefix("/").partition("/")
-            if secret not in self._episodes:
-                raise Refused(404, f"nothing at {rest!r}, or the episode has ended")
+            method, secret, rest, body = await self._read(reader)
             if (method, rest) == ("GET", "v1/models"):
                 return status, "application/json", json.dumps({"object": "list", "data": [_model()]}).encode()
             if (method, rest) == ("GET", f"v1/models/{MODEL}"):
@@ -159,6 +178,26 @@ class ChatServer:
         except Exception as error:  # the engine's or the episode's: the program learns it
             status, answer = 500, _error(error)
         return status, "application/json", json.dumps(answer).encode()
+
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, str, dict[str, Any]]:
+        """Method, secret, the rest of the path, and the JSON body of a POST; nothing is read without a secret."""
+        if self._num_reading >= MOST_READING:
+            raise Refused(503, f"{MOST_READING} connections are open that have not sent their request")
+        self._num_reading += 1
+        try:
+            async with asyncio.timeout(READ_S):
+                method, path = await _first_line(reader)
+                secret, _, rest = path.removeprefix("/").partition("/")
+                if secret not in self._episodes:
+                    raise Refused(404, f"nothing at {rest[:100]!r}, or the episode has ended")
+                headers = await _headers(reader)
+                return method, secret, rest, await _body(reader, headers) if method == "POST" else {}
+        except asyncio.LimitOverrunError:
+            raise Refused(431, f"a line of more than {LARGEST_HEAD} bytes") from None
+        except TimeoutError:
+            raise Refused(408, f"the request was not there within {READ_S:.0f} s") from None
+        finally:
+            self._num_reading -= 1
 
     async def _complete(self, episode: _Episode, body: Mapping[str, Any]) -> dict[str, Any]:
         asked = _Asked.of(body)
@@ -306,22 +345,38 @@ def _streamed(answer: Mapping[str, Any]) -> bytes:
     return "".join(f"data: {line}\n\n" for line in [*(json.dumps(common | p) for p in parts), "[DONE]"]).encode()
 
 
-async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, Any]]:
-    """Method and path of a request, and the JSON body of a POST."""
-    method, path, _ = (await reader.readuntil(b"\r\n")).decode("latin-1").split(" ", 2)
-    headers = {}
+async def _first_line(reader: asyncio.StreamReader) -> tuple[str, str]:
+    """Method and path."""
+    words = (await reader.readuntil(b"\r\n")).decode("latin-1").split()
+    if len(words) != 3:
+        raise Refused(400, "a request begins with method, path and version")
+    return words[0], words[1]
+
+
+async def _headers(reader: asyncio.StreamReader) -> dict[str, str]:
+    """By their names in lower case."""
+    headers, num_bytes = {}, 0
     while line := (await reader.readuntil(b"\r\n")).strip():
+        num_bytes += len(line)
+        if num_bytes > LARGEST_HEAD:
+            raise Refused(431, f"headers of more than {LARGEST_HEAD} bytes")
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.lower()] = value.strip()
-    if method != "POST":
-        return method, path, {}
-    length = int(headers.get("content-length", 0))
-    if not 0 < length <= LARGEST_BODY:
-        raise Refused(400, f"{method} with {length} bytes")
-    body = json.loads(await reader.readexactly(length))
+    return headers
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> dict[str, Any]:
+    if not (length := headers.get("content-length", "")).isdecimal():
+        raise Refused(411, "a POST needs a Content-Length in bytes")
+    if len(length) > 12 or int(length) > LARGEST_BODY:
+        raise Refused(413, f"a body of {length[:20]} bytes, {LARGEST_BODY} are taken")
+    try:
+        body = json.loads(await reader.readexactly(int(length)))
+    except RecursionError:
+        raise Refused(400, "the body is nested too deeply") from None
     if not isinstance(body, dict):
         raise Refused(400, "the body is no JSON object")
-    return method, path, body
+    return body
 
 
 def _model() -> dict[str, object]:

@@ -205,7 +205,7 @@ def test_a_client_that_hangs_up_takes_its_request_along_and_what_nobody_read_is_
 
 async def hangs_up_in_the_middle(url):
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split("/")[2].split(":")[1]))
-    writer.write(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+    writer.write(f"POST /{url.split('/')[3]}/v1/chat/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{{".encode())
     writer.write_eof()
     answer = await reader.read()
     writer.close()
@@ -447,3 +447,99 @@ def test_a_program_that_does_not_exist_is_said(tmp_path):
     args = {"program": "tests.unit.test_endpoint:gone", "tasks": "tests.unit.test_endpoint:tasks"}
     with pytest.raises(ValueError, match="no attribute 'gone'"):
         envs.load("spmd_rl.envs.endpoint:Endpoint", tokenizer=None, args=args)
+
+
+# ---- clients that mean no good
+
+
+async def sent(port, data, *, then=b"", end=False):
+    """The status that raw bytes are answered with; None where the connection is closed without one."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in (data, then):
+            writer.write(piece)
+            await writer.drain()
+        if end:
+            writer.write_eof()
+        line = await asyncio.wait_for(reader.readline(), 20)
+        return int(line.split()[1]) if line else None
+    except ConnectionError:
+        return None
+    finally:
+        writer.close()
+
+
+def attacked(tmp_path, attack):
+    """What `attack(server, port, secret)` returns, made while an episode is open."""
+    tokenizer = Tokenizer(write_folder(tmp_path))
+    server = ChatServer(tokenizer=tokenizer)
+
+    async def main():
+        async def program(url):
+            port, secret = url.removeprefix("http://127.0.0.1:").split("/")[:2]
+            return await attack(server, int(port), secret)
+
+        try:
+            _, result = await server.episode(Task(env="e", task_id="t"), Says(tokenizer, "yes<|end|>"), program)
+        finally:
+            await asyncio.wait_for(server.close(), 5)
+        return result
+
+    return asyncio.run(main())
+
+
+MANY = b"".join(b"h%d: %s\r\n" % (i, b"x" * 1000) for i in range(100))
+BODY = b'{"messages": [{"role": "user", "content": "x"}]}'
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: %(length)d\r\n\r\n" + BODY, 200),
+        (b"GET /wrong/v1/models HTTP/1.1\r\n", 404),  # answered before a header is read
+        (b"GET / HTTP/1.1\r\n", 404),
+        (b"hello\r\n", 400),
+        (b"GET /%(secret)s/" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET /%(secret)s/v1/models HTTP/1.1\r\n" + MANY + b"\r\n", 431),
+        (b"GET /%(secret)s/v1/models HTTP/1.1\r\nh: " + b"x" * 20_000 + b"\r\n\r\n", 431),
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\n\r\n", 411),
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411),
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 411),
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: 5000000\r\n\r\n", 413),
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: " + b"9" * 9000 + b"\r\n\r\n", 413),
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: 3\r\n\r\n{x}", 400),
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: 20000\r\n\r\n" + b"[" * 20_000, 400),
+        (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n\xff\xfe", 400),
+    ],
+)
+def test_a_request_is_answered_or_refused_within_limits(tmp_path, head, status):
+    async def attack(server, port, secret):
+        return await sent(port, head % {b"secret": secret.encode(), b"length": len(BODY)} if b"%(" in head else head)
+
+    assert attacked(tmp_path, attack) == status
+
+
+def test_a_client_that_sends_nothing_is_let_go_and_too_many_are_turned_away(tmp_path, monkeypatch):
+    monkeypatch.setattr("spmd_rl.envs.chat_server.READ_S", 0.3)
+    monkeypatch.setattr("spmd_rl.envs.chat_server.MOST_READING", 3)
+
+    async def attack(server, port, secret):
+        idle = [asyncio.create_task(sent(port, b"GET /")) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        turned_away = await sent(port, b"GET / HTTP/1.1\r\n")
+        answers = await asyncio.gather(*idle)
+        return turned_away, answers, await sent(port, f"GET /{secret}/v1/models HTTP/1.1\r\n\r\n".encode())
+
+    assert attacked(tmp_path, attack) == (503, [408] * 3, 200)
+
+
+def test_closing_waits_for_no_client(tmp_path):
+    async def attack(server, port, secret):
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(server.close(), 5)
+        for _, writer in idle:
+            writer.close()
+        return [await reader.read() for reader, _ in idle]
+
+    assert attacked(tmp_path, attack) == [b""] * 5

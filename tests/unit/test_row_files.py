@@ -364,7 +364,5 @@ def test_a_small_file_of_more_rows_than_memory_holds_is_refused(tmp_path, monkey
     assert (tmp_path / "r.parquet").stat().st_size < 20_000
     assert sum(1 for _ in rows_of(tmp_path / "r.parquet", ["q"])) == 20_000
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1024, "SC_PHYS_PAGES": 40_000}[name])
-    with pytest.raises(
-        ValueError, match=r"r.parquet: its rows take 0\.0 GB or more, .* memory has 0\.0 GB"
-    ):
+    with pytest.raises(ValueError, match=r"r.parquet: its rows take 0\.0 GB or more, .* memory has 0\.0 GB"):
         list(rows_of(tmp_path / "r.parquet", ["q"]))
