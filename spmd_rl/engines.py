@@ -14,7 +14,7 @@ from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
 from spmd_rl.engine.stops import Decode
-from spmd_rl.model import build, engine_dtype, exact_dtype, kv_token_bytes, load_config
+from spmd_rl.model import build, engine_dtype, exact_dtype, head_dtype, kv_token_bytes, load_config
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stored_names import StoredNames, original_names
 from spmd_rl.weights.adapter import AdapterReceiver
@@ -46,6 +46,7 @@ def build_engine(
             kv_on_update=inference.kv_on_update,
             kv_cache_bytes=inference.kv_cache_mib << 20,
             deterministic=inference.deterministic,
+            head_dtype=head_dtype(config.model.head_dtype),
             decode=decode,
         )
         return engine, specs
@@ -59,6 +60,7 @@ def build_engine(
         group=group,
         device=device,
         dtype=dtype,
+        head_dtype=config.model.head_dtype,
         max_slots=inference.max_slots,
         max_seq_len=inference.max_seq_len,
         kv_on_update=inference.kv_on_update,

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.config import Config
-from spmd_rl.model import build, check_weights, packs
+from spmd_rl.model import build, check_weights, engine_dtype, head_dtype, packs
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits
@@ -50,6 +50,8 @@ def make_trainer(
         mesh=mesh,
         context=context,
         device=device,
+        compute_dtype=engine_dtype(config.model.dtype, device),
+        head_dtype=head_dtype(config.model.head_dtype),
         activation_checkpointing=t.activation_checkpointing,
         cpu_offload=t.cpu_offload,
     )

@@ -81,10 +81,15 @@ def kv_token_bytes(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int 
 
 
 def engine_dtype(name: str, device: torch.device) -> torch.dtype:
-    """What engines compute in, and so what travels to them; "auto" is bfloat16 on GPUs and float32 on the CPU."""
+    """What trainers and engines compute in, and so what travels; "auto" is bfloat16 on GPUs and float32 on the CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)
+
+
+def head_dtype(name: str) -> torch.dtype | None:
+    """What logits and the products that they are made of are computed in; None, for "model": what the model is."""
+    return None if name == "model" else getattr(torch, name)
 
 
 def exact_dtype(folder: str | Path, dtype: torch.dtype) -> torch.dtype:

@@ -21,6 +21,7 @@ CHOICES = {
     "run.resume": ("auto", "must", "never"),
     "rollout.long_prompts": ("skip", "refuse"),
     "model.dtype": ("auto", "float32", "bfloat16"),
+    "model.head_dtype": ("float32", "model"),
     "staleness.gate": ("admission", "ship"),
     "staleness.order": ("completion", "oldest", "admission"),
     "staleness.over_age": ("wait", "drop"),

@@ -74,8 +74,12 @@ class Model:
     """import path of a function that writes the folder when it is missing, such as spmd_rl.tiny_model:make
     [-] nothing, once the folder is there"""
     dtype: str = "auto"
-    """float32 | bfloat16 of the computation; auto: bfloat16 on GPUs, float32 on the CPU
+    """float32 | bfloat16 that trainers and engines compute in; auto: bfloat16 on GPUs, float32 on the CPU. Trained
+    weights and the optimizer are float32 in either
     [-] bfloat16: memory, `engine/tokens_per_s`, `trainer/mfu`; `probe/kl` rises"""
+    head_dtype: str = "float32"
+    """float32 | model: of logits and the products that they are made of, in trainers and engines; model: model.dtype
+    [-] model: with bfloat16, memory of one more head weight in float32 per rank falls, `probe/kl` rises"""
     template: dict[str, object] = field(default_factory=dict)
     """what the chat template is told beside the messages, such as { enable_thinking = false }
     [-] the tokens of every prompt"""

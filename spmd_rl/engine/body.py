@@ -7,8 +7,10 @@ Knows nothing of versions, sequences or caches.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from spmd_rl.attention import Attend
@@ -43,8 +45,9 @@ class Body(Protocol):
 class Modules:
     """The modules themselves, their parameters pointed at the tensors of an update."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, head_dtype: torch.dtype | None = None) -> None:
+        """`head_dtype`: of logits and the products that they are made of; None: the weights'."""
+        self._model, self._head_dtype = model, head_dtype
         self._places: dict[str, list[tuple[nn.Module, str]]] = {spec.name: [] for spec in manifest(model)}
         names = {id(p): name for name, p in model.named_parameters()}
         for module in model.modules():
@@ -60,14 +63,17 @@ class Modules:
             parameter = nn.Parameter(tensors[name].detach(), requires_grad=False)
             for module, attribute in places:
                 module._parameters[attribute] = parameter
+        made = head(self._model, self._head_dtype)
+        weight, bias = made.cast(made.weight, made.bias)
+        self._head = replace(made, weight=weight, bias=bias)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: States | None = None) -> Tensor:
         run = run_rows if states is not None and states.held else run_body
         return run(self._model, token_ids, positions, attend, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head.logits(hidden)
+        return self._head.logits(hidden)
 
     @property
     def head(self) -> Head:
-        return head(self._model)
+        return self._head

@@ -50,9 +50,16 @@ class _Weights:
 class LlamaBody:
     """A `Body`."""
 
-    def __init__(self, model: nn.Module, max_seq_len: int, device: torch.device, *, one_row: bool) -> None:
-        """`one_row`: most forwards are of one token."""
-        config, self._one_row, self._head = model.config, one_row, head(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        max_seq_len: int,
+        device: torch.device,
+        *,
+        one_row: bool,  # most forwards are of one token
+        head_dtype: torch.dtype | None = None,  # of logits and the products that they are made of; None: the weights'
+    ) -> None:
+        config, self._one_row, self._head = model.config, one_row, head(model, head_dtype)
         self._eps = config.rms_norm_eps
         self._root_eps = torch.tensor(self._eps**0.5, device=device)
         self._heads = config.num_attention_heads
@@ -79,7 +86,7 @@ class LlamaBody:
             layers=[_layer(tensors, f"model.layers.{i}.", self._one_row) for i in range(len(self._rules))],
             embedding=tensors["model.embed_tokens.weight"],
             norm=tensors["model.norm.weight"],
-            products=Matrix([weight], one_row=self._one_row),
+            products=Matrix(self._head.cast(weight), one_row=self._one_row),
             head=replace(self._head, weight=weight),
         )
 
@@ -108,7 +115,7 @@ class LlamaBody:
         return self._normed(x, weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._weights.head.finish(self._weights.products(hidden))
+        return self._head.finish(self._weights.products(*self._head.cast(hidden)))
 
     @property
     def head(self) -> Head:

@@ -49,6 +49,7 @@ class NativeEngine:
         kv_cache_bytes: int = 0,  # for all keys and values; requests wait for room; 0: no bound but max_slots
         deterministic: bool = False,  # each sequence alone: bit-equal whatever else runs
         functional: bool = True,  # the short path for architectures that have one
+        head_dtype: torch.dtype | None = None,  # of logits and the products that they are made of; None: the model's
         decode: Decode | None = None,  # for requests with stop strings
     ) -> None:
         if kv_on_update not in ("recompute", "keep"):
@@ -72,7 +73,11 @@ class NativeEngine:
         self._deterministic, self._decode = deterministic, decode
         short = functional and LlamaBody.fits(model)
         one_row = deterministic or max_slots == 1
-        self._body: Body = LlamaBody(model, max_seq_len, device, one_row=one_row) if short else Modules(model)
+        self._body: Body = (
+            LlamaBody(model, max_seq_len, device, one_row=one_row, head_dtype=head_dtype)
+            if short
+            else Modules(model, head_dtype)
+        )
         self._joined = None if packs(model) else Joined()  # of a model whose layers carry states
         if self._joined is not None:
             clamp_time_steps(model)

@@ -107,6 +107,7 @@ class VllmEngine:
         group: ProcessGroup,  # the ranks of this engine, made by all ranks of the job
         device: torch.device,
         dtype: torch.dtype,
+        head_dtype: str = "model",  # float32 | model, of logits and the products that they are made of
         max_slots: int,
         max_seq_len: int,  # prompt and completion, in tokens
         kv_on_update: str = "recompute",  # "recompute" | "keep"
@@ -131,6 +132,7 @@ class VllmEngine:
         self._engine = self._start(
             model=str(folder),
             dtype=str(dtype).removeprefix("torch."),
+            hf_overrides={"head_dtype": head_dtype},
             load_format="dummy",
             skip_tokenizer_init=True,
             generation_config="vllm",  # defaults of ours, not of the folder
@@ -247,11 +249,18 @@ class VllmEngine:
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op`", FutureWarning)  # vLLM looks at everything
         from vllm import EngineArgs, LLMEngine
         from vllm.distributed import parallel_state
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
         from vllm.v1.engine import core
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
         if parallel_state._WORLD is not None:
             raise RuntimeError("there is a vLLM engine in this process already: close it first")
+        head_dtype = settings["hf_overrides"]["head_dtype"]
+        if head_dtype not in ("model", settings["dtype"]) and not hasattr(LogitsProcessor, "_apply_head"):
+            raise ValueError(
+                f"model.head_dtype = {head_dtype!r}: this vLLM computes logits in {settings['dtype']}: install 0.32 "
+                "(pip install 'spmd_rl[vllm]'), or set model.head_dtype = 'model'"
+            )
         core.cleanup_dist_env_and_memory = lambda *_, **__: None  # it would destroy the default group, which is ours
         if self._device.type == "cpu":
             torch._dynamo.config.disable = True  # the sampler alone would be compiled, for seconds

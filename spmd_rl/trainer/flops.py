@@ -26,14 +26,14 @@ class Flops:
     What is recomputed does not count.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         config = model.config.get_text_config()
         layers, _, dim = kv_shape(config)
         body = decoder_layers(model).parameters()
         self.per_input = sum(_per_row(p) for p in body)  # a token through the body
         self.per_row = _per_row(head(model).weight)  # a loss token through the head
         self.per_pair = 3 * 4 * config.num_attention_heads * dim * layers  # a query with a key that it sees
-        self._device = device
+        self._device, self._dtype = device, dtype
 
     def of(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Stand-ins cost nothing that is asked for."""
@@ -47,7 +47,7 @@ class Flops:
     @cached_property
     def peak(self) -> float:
         """Operations per second of this rank's device in the precision of the step."""
-        return matmul_peak(self._device)
+        return matmul_peak(self._device, self._dtype)
 
 
 def _per_row(weight: nn.Parameter) -> int:
@@ -56,11 +56,11 @@ def _per_row(weight: nn.Parameter) -> int:
 
 
 @cache
-def matmul_peak(device: torch.device) -> float:
-    """The best of a few square multiplications: bfloat16 on CUDA, float32 elsewhere; some 0.2 s."""
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """The best of a few square multiplications; some 0.2 s."""
     cuda = device.type == "cuda"
     size = 8192 if cuda else 768
-    a, b = (torch.ones(size, size, device=device, dtype=torch.bfloat16 if cuda else torch.float32) for _ in range(2))
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(6):
         started = time.perf_counter()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from spmd_rl.trainer.lora import add_lora, lora_layers
 from spmd_rl.trainer.optimizer import local, whole
-from spmd_rl.trainer.sharding import LogProbs, Values, recompute_layers, reshard, shard, value_head
+from spmd_rl.trainer.sharding import LogProbs, Values, compute_in, recompute_layers, reshard, shard, value_head
 from spmd_rl.trainer.tensor_parallel import parallelize
 from spmd_rl.weights.layout import chunk
 from spmd_rl.weights.low_rank import Lora, merged
@@ -42,7 +42,8 @@ class Models:
         mesh: DeviceMesh | None,  # axes ("dp_replicate", "dp_shard"[, "tp"]); None: not sharded, one process
         context: ProcessGroup | None = None,  # ranks that share the tokens of their micro-batches
         device: torch.device,
-        compute_dtype: torch.dtype | None = None,  # None: bfloat16 on CUDA, float32 elsewhere
+        compute_dtype: torch.dtype | None = None,  # None: bfloat16 on CUDA, that of the policy elsewhere
+        head_dtype: torch.dtype | None = None,  # of logits and the products that they are made of; None: the same
         reshard_after_forward: bool | None = None,  # None: on CUDA only; False keeps gradients whole until the last
         activation_checkpointing: bool = False,
         cpu_offload: bool = False,
@@ -60,22 +61,28 @@ class Models:
                 parallelize(model, tp)
         if lora is not None:
             add_lora(policy, lora)
-        if activation_checkpointing:
+        master = next(policy.parameters()).dtype
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if cuda else master)
+        casts = mesh is None and self.compute_dtype != master
+        if activation_checkpointing and not casts:
             for model in filter(None, (policy, critic)):
                 recompute_layers(model)
-        self.policy = LogProbs(policy, value_head(policy) if shared_critic else None, context)
+        self.policy = LogProbs(policy, value_head(policy) if shared_critic else None, context, head_dtype)
         self.critic = None if critic is None else Values(critic, value_head(critic), context)
-        self.reference = None if reference is None else LogProbs(reference, None, context).requires_grad_(False)
+        self.reference = (
+            None if reference is None else LogProbs(reference, None, context, head_dtype).requires_grad_(False)
+        )
         if mesh is not None:
-            dtype = compute_dtype or (torch.bfloat16 if cuda else torch.float32)
             for root in self._roots:
                 shard(
                     root,
                     mesh,
-                    compute_dtype=dtype,
+                    compute_dtype=self.compute_dtype,
                     reshard_after_forward=not self.sync_once,
                     cpu_offload=cpu_offload,
                 )
+        for root in self._roots if casts else ():
+            compute_in(root, self.compute_dtype)
         self._rows = {} if tp is None else self._make_rows(mesh["dp_shard"])
         self._layers = lora_layers(policy)
         frozen = self.frozen()

@@ -31,11 +31,13 @@ class LogProbs(nn.Module):
         model: nn.Module,
         value_head: nn.Linear | None = None,
         context: ProcessGroup | None = None,  # ranks that share the tokens of a micro-batch
+        head_dtype: torch.dtype | None = None,  # of logits and the products that they are made of; None: the model's
     ) -> None:
         super().__init__()
         self.model = model
         self.value_head = value_head
         self.context = context
+        self.head_dtype = head_dtype
 
     def forward(
         self,
@@ -49,7 +51,7 @@ class LogProbs(nn.Module):
         assert not self.model.training, "dropout would make log-probs of another model"
         hidden, places = _rows(self.model, token_ids, cu_seqlens, parents, rows, self.context)
         mine = targets if places is None else targets[places]
-        logprobs, entropy = token_logprobs(hidden, head(self.model), mine, temperature)
+        logprobs, entropy = token_logprobs(hidden, head(self.model, self.head_dtype), mine, temperature)
         values = None if self.value_head is None else _values(self.value_head, hidden)
         if places is not None:
             logprobs, entropy = (together(x, places, len(rows), self.context) for x in (logprobs, entropy))
@@ -111,6 +113,27 @@ def recompute_layers(model: nn.Module) -> None:
     """Activation checkpointing of each decoder layer, in place; inside the layer's FSDP hooks, so gathered once."""
     for layer in decoder_layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def compute_in(root: LogProbs | Values, dtype: torch.dtype) -> None:
+    """Forwards of a root that is not sharded run in `dtype`, as mixed precision of FSDP2 does; parameters stay as they
+    are, and get their gradients.
+
+    Not together with `recompute_layers`: a layer that is computed again is out of the forward.
+    """
+    places = [(m, name, p) for m in root.modules() for name, p in m._parameters.items() if p is not None]
+
+    def cast(*_: object) -> None:
+        made = {id(p): p.to(dtype) for _, _, p in places}  # tied ones once
+        for module, name, parameter in places:
+            module._parameters[name] = made[id(parameter)]
+
+    def restore(*_: object) -> None:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+    root.register_forward_pre_hook(cast)
+    root.register_forward_hook(restore, always_call=True)
 
 
 def shard(

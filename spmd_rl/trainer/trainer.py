@@ -111,7 +111,7 @@ class Trainer:
             betas=betas,
             weight_decay=weight_decay,
         )
-        self.flops = Flops(models.model, self.device)
+        self.flops = Flops(models.model, self.device, models.compute_dtype)
         self._stored_names: dict[Path, StoredNames] = {}
 
     @property

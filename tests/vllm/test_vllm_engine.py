@@ -1,7 +1,7 @@
 """The vLLM adapter in this process, on a group of one rank: every promise of the engine, every trap of vLLM.
 
 vLLM takes seconds to start and allows one engine at a time, so few are built, each after the one before was closed: one
-that recomputes its KV cache at an update, one that keeps it, one in bfloat16, one whose head is not tied.  Each test
+that recomputes its KV cache at an update, one that keeps it, two in bfloat16, one whose head is not tied.  Each test
 begins by loading weights.
 """
 
@@ -93,7 +93,7 @@ class Builds:
         self.close()
         self._kind = kind
         model = build(self._write(kind), device="cpu", dtype=torch.float32, weights=False)
-        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if kind in ("bfloat16", "float32 head") else torch.float32
         self._engine = Counting(
             folder=self._folder / kind,
             config=model.config,
@@ -101,6 +101,7 @@ class Builds:
             group=dist.group.WORLD,
             device=torch.device("cpu"),
             dtype=dtype,
+            head_dtype="float32" if kind == "float32 head" else "model",
             max_slots=SLOTS,
             max_seq_len=MAX_SEQ_LEN,
             kv_on_update="keep" if kind == "keep" else "recompute",
@@ -469,6 +470,22 @@ def test_in_bfloat16_updates_arrive_and_scores_are_near_those_of_float32(engine_
         near = np.abs(expected(version, prompt, got.token_ids) - got.logprobs)
         far = np.abs(expected(version + 1, prompt, got.token_ids) - got.logprobs)
         assert near.mean() < 0.1 and near.max() < 0.5 and far.mean() > 0.3
+
+
+@pytest.mark.parametrize(("kind", "exact"), [("bfloat16", False), ("float32 head", True)])
+def test_logits_of_a_bfloat16_model_are_float32_on_request(engine_that, kind, exact):
+    engine = engine_that(kind)
+    for version in (3, 4):
+        tensors = {name: tensor.bfloat16() for name, tensor in weights(version).items()}
+        engine.load_weights(tensors, version)
+        hidden = torch.randn(5, 128, generator=torch.Generator().manual_seed(version)).bfloat16()
+        logits = engine._engine.model_executor.driver_worker.get_model().compute_logits(hidden)
+        error = logits.double() - hidden.double() @ tensors["model.embed_tokens.weight"].double().t()
+        assert (error.abs().max() < 1e-5) == exact
+    prompt = prompt_of(60)
+    engine.submit(0, prompt, Sampling(max_tokens=40, seed=4))
+    got = finish(engine)[0]
+    assert np.abs(expected(4, prompt, got.token_ids) - got.logprobs).mean() < 0.1
 
 
 def test_a_head_of_its_own_is_updated_too(engine_that):
