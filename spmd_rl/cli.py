@@ -26,7 +26,7 @@ usage: torchrun --nproc-per-node=N -m spmd_rl CONFIG.toml [section.key=value ...
 
 Asynchronous RL post-training: the ranks of one torchrun job split into inference and trainer ranks.
 
-  check     read the config, print it resolved with the staleness bound that it gives, and stop
+  check     read the config, print it resolved with the staleness bound that it gives, try the model small, and stop
   eval      the config's evaluation on a model folder, in this process alone
   export    a run's checkpoint, the newest or that of --step, as a Hugging Face folder; --adapter: LoRA's part for PEFT
   replay    compute the loss of a logged batch again, in one process, and compare it with the logged one
@@ -111,6 +111,10 @@ def _check(argv: Sequence[str]) -> int:
     for line in config_module.warnings(config):
         print(f"warning: {line}")
     config_module.check_model_folder(config)
+    if Path(config.model.path).is_dir():
+        from spmd_rl.make_trainer import check_model  # imports torch, which a config without a model does not need
+
+        print(f"model: {check_model(config).line}")
     return 0
 
 

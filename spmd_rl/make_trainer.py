@@ -11,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmd_rl.behavior import Verdict, model_verdict
 from spmd_rl.config import Config
 from spmd_rl.model import build, check_weights, engine_dtype, head_dtype, packs
 from spmd_rl.objective import AGGREGATIONS, Objective
@@ -19,6 +20,7 @@ from spmd_rl.objective.losses import LOSSES, Limits
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.lora import check_targets
 from spmd_rl.trainer.models import Models
+from spmd_rl.trainer.tensor_parallel import check_split
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.weights.low_rank import Lora
 
@@ -91,8 +93,8 @@ def make_lora(config: Config) -> Lora | None:
     return Lora(rank=rank, alpha=alpha, targets=targets) if rank else None
 
 
-def check_model(config: Config) -> None:
-    """ValueError for a model that cannot be trained here, whose weights are another's, or without lora.targets."""
+def check_model(config: Config) -> Verdict:
+    """ValueError for a model that is not computed exactly here, is incomplete, or has no lora.targets."""
     model = build(config.model.path, device="cpu", dtype=torch.float32, weights=False)
     check_weights(config.model.path)
     if not packs(model):
@@ -105,8 +107,14 @@ def check_model(config: Config) -> None:
                     f"{setting}: {type(model).__name__} carries state from token to token, so that each sequence has a "
                     "forward of its own on one rank; leave it out"
                 )
+    if config.topology.tensor_parallel > 1:
+        check_split(model, config.topology.tensor_parallel)
     if config.lora.rank:
         check_targets(model, config.lora.targets)
+    verdict = model_verdict(config)
+    if verdict.refusal:
+        raise ValueError(f"{config.model.path}: {verdict.line}; what can be trained: docs/models.md")
+    return verdict
 
 
 def make_objective(config: Config) -> Objective:

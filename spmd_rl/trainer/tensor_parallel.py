@@ -27,16 +27,19 @@ NORMS = ("self_attn.q_norm", "self_attn.k_norm")  # over one head: each rank has
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split `model` over the one axis of `mesh`.  ValueError for what cannot be split."""
+def check_split(model: nn.Module, num: int) -> None:
+    """ValueError for a model that cannot be split over `num` ranks."""
     config = model.config.get_text_config()
     if config.model_type not in FAMILIES:
         raise ValueError(f"tensor parallelism: {config.model_type} is not one of {', '.join(FAMILIES)}")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % mesh.size():
-            raise ValueError(
-                f"tensor parallelism over {mesh.size()} ranks does not divide {name} = {getattr(config, name)}"
-            )
+        if getattr(config, name) % num:
+            raise ValueError(f"tensor parallelism over {num} ranks does not divide {name} = {getattr(config, name)}")
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split `model` over the one axis of `mesh`.  ValueError for what cannot be split."""
+    check_split(model, mesh.size())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for layer in decoder_layers(model):
         plan = {name: style() for name, style in LAYER.items()}

@@ -56,7 +56,7 @@ def test_mistakes_exit_with_2_and_one_line_before_torch_is_imported(args: tuple[
 
 
 def test_check_prints_the_bound_and_a_config_that_reads_back() -> None:
-    end, out, _ = _cli("check", TINY)
+    end, out, _ = _cli("check", TINY, "model.path=not/yet/made")
     assert end == {"code": 0, "torch": False}
     assert "max_staleness = 2" in out
     assert "age <= 2" in out.replace("≤", "<=")

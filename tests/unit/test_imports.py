@@ -48,7 +48,7 @@ LAYERS = [
         "plot",
     },
     {"rank_facts"},
-    {"engine_thread", "engines", "episodes", "stop_signals"},
+    {"engine_thread", "engines", "episodes", "stop_signals", "behavior"},
     {"orchestrator", "simulate"},
     {"make_trainer"},
     {"inference", "member", "training", "resume", "replay", "tasks"},
