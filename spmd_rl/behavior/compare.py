@@ -67,7 +67,7 @@ def trained(models: Models, rollouts: Rollouts, pull: Tensor, *, pack: bool, sha
 def alone(folder: Path) -> Models:
     """The trainer's modules of one process."""
     policy = build(folder, device=CPU, dtype=torch.float32, weights=True)
-    Flops(policy, CPU)  # counted at every start
+    Flops(policy, CPU, torch.float32)  # counted at every start
     return Models(policy=policy, mesh=None, device=CPU)
 
 
