@@ -3,6 +3,8 @@
 import sys
 
 from spmd_rl.cli import main
+from spmd_rl.terminal import Plain
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = Plain(sys.stdout), Plain(sys.stderr)
     sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,7 @@ from spmd_rl.resume import model_config
 from spmd_rl.run_dir import RunDir, Summary
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tasks import Tasks
+from spmd_rl.terminal import below
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.types import FailedAttempt, GroupWork, GuardError, Rollout
@@ -244,7 +245,7 @@ async def run_orchestrator(
             rank=rank, role=world.topology.role(rank), text=str(orchestrator.failure), found_by=world.rank
         )
         end["error"] = str(failure)
-        print(f"run failed: {failure}", file=sys.stderr, flush=True)
+        print(f"run failed: {below(str(failure))}", file=sys.stderr, flush=True)
     await asyncio.to_thread(file.write, end, last=True)
     to_all(tuple(rank for rank in world.engine_ranks if rank != world.rank), Kind.STOP)
     if own is not None:

@@ -38,6 +38,7 @@ from spmd_rl.resume import go_on, starting_point
 from spmd_rl.run_dir import RunDir, Summary
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tasks import Tasks, load_environments, make_tasks
+from spmd_rl.terminal import below
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.training import run_trainer
 from spmd_rl.user_code import Refused, refused
@@ -325,7 +326,7 @@ def _fail(failure: Failure, world: World, file: Summary, live: Liveness, missed:
     """
     found = failure.found_by == world.rank
     if found:
-        print(f"run failed: {failure}", file=sys.stderr, flush=True)
+        print(f"run failed: {below(str(failure))}", file=sys.stderr, flush=True)
     if world.leads or (found and failure.rank == 0):  # rank 0 knows most, if it is still there
         _write_summary(world, file, live, "failed", str(failure))
     if failure.silent and failure.rank != world.rank:

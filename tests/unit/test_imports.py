@@ -10,6 +10,7 @@ LAYERS = [
     {
         "types",
         "user_code",
+        "terminal",
         "policy",
         "ledger",
         "topology",
