@@ -11,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmd_rl.advantages import ADVANTAGES
 from spmd_rl.behavior import Verdict, model_verdict
 from spmd_rl.config import Config
 from spmd_rl.model import build, check_weights, engine_dtype, head_dtype, packs
@@ -61,17 +62,18 @@ def make_trainer(
         models=models,
         group=group,
         objective=make_objective(config),
-        aggregation=partial(AGGREGATIONS[t.aggregation], longest=config.rollout.max_tokens),
+        aggregation=partial(AGGREGATIONS[t.aggregates_by], longest=config.rollout.max_tokens),
         credit=Credit(
             gamma=critic.gamma,
             lam=critic.lam,
             level=critic.level,
             clip=critic.clip,
             coefficient=critic.coefficient,
-            kl_coefficient=t.kl_coefficient if t.kl_in == "reward" else 0.0,
+            kl_coefficient=t.kl_coefficient if t.kl_in_reward else 0.0,
         )
         if with_critic
         else None,
+        penalty=t.kl_coefficient if t.kl_in_reward and ADVANTAGES[t.advantage].of_batch else 0.0,
         learning_rate=t.learning_rate,
         critic_learning_rate=critic.learning_rate,
         betas=t.betas,
@@ -118,12 +120,12 @@ def check_model(config: Config) -> Verdict:
 
 
 def make_objective(config: Config) -> Objective:
-    """With a critic, a KL in the reward is the critic's business."""
+    """A KL in the reward is left to what makes advantages of it and of the rewards: a critic, the batch stage."""
     t = config.trainer
-    credited = t.advantage == "gae" and t.kl_in == "reward"
+    taken = t.kl_in_reward and (t.advantage == "gae" or ADVANTAGES[t.advantage].of_batch is not None)
     return Objective(
         loss=LOSSES[t.loss],
-        limits=Limits(clip_low=t.clip_low, clip_high=t.clip_high, clip_dual=t.clip_dual),
+        limits=Limits(clip_low=t.clip[0], clip_high=t.clip[1], clip_dual=t.clip_dual),
         correction=Correction(
             kind=t.correction,
             level=t.correction_level,
@@ -134,6 +136,6 @@ def make_objective(config: Config) -> Objective:
         ),
         entropy_coefficient=t.entropy,
         kl=t.kl,
-        kl_coefficient=0.0 if credited else t.kl_coefficient,
+        kl_coefficient=0.0 if taken else t.kl_coefficient,
         kl_in=t.kl_in,
     )

@@ -505,10 +505,11 @@ class _Life:
             raise Wrong(f"batch {batch.index} of {len(batch.rollouts)}, B = {self.B}")
         usable = [self.sink.usable(r) for r in batch.rollouts]
         if self.s.advantage == "reinforce_pp":
-            rewards = np.array([r.reward for r, use in zip(batch.rollouts, usable, strict=True) if use])
-            want = np.zeros(len(usable))
+            used = [r for r, use in zip(batch.rollouts, usable, strict=True) if use]
+            rewards, want = np.array([r.reward for r in used]), np.zeros(len(usable))
+            of_tokens = np.repeat(rewards, [r.loss_mask.sum() for r in used])
             if len(rewards) > 1 and rewards.std() > 0:
-                want[np.array(usable)] = (rewards - rewards.mean()) / rewards.std(ddof=1)
+                want[np.array(usable)] = (rewards - of_tokens.mean()) / of_tokens.std()
             if not np.allclose(batch.advantages, want, atol=1e-5):
                 raise Wrong(f"advantages of batch {batch.index}: {batch.advantages}, of its rewards {want}")
         for rollout in batch.rollouts:

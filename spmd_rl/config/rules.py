@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from spmd_rl.config.contradictions import contradictions
 from spmd_rl.config.settings import Config
 
 TORCHRUN_KILLS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds after a signal; the scripts in launch/ set it
-
-GSPO_CLIP = 0.01  # some 30 times what its authors use: above it a sequence's mean ratio is hardly ever
 
 CHOICES = {
     "run.resume": ("auto", "must", "never"),
@@ -35,7 +34,7 @@ CHOICES = {
     "trainer.correction": ("truncate", "mask", "none"),
     "trainer.correction_level": ("token", "sequence", "geometric"),
     "trainer.reject": ("none", "off_policy", "off_policy_negative"),
-    "trainer.aggregation": ("token_mean", "sequence_mean", "constant"),
+    "trainer.aggregation": ("auto", "token_mean", "sequence_mean", "constant"),
     "critic.body": ("own", "shared"),
     "critic.level": ("token", "turn"),
     "lora.sync": ("merged", "adapter"),
@@ -226,8 +225,11 @@ def check(config: Config) -> None:
             f"data: min_solve_rate = {config.data.min_solve_rate} <= max_solve_rate = {config.data.max_solve_rate} <= "
             f"1 and revisit = {config.data.revisit} <= 1 must hold",
         ),
-        (not 0 <= trainer.clip_low < 1, f"trainer.clip_low = {trainer.clip_low}: must be at least 0 and below 1"),
-        (trainer.clip_high < 0, f"trainer.clip_high = {trainer.clip_high}: must be at least 0"),
+        (
+            not 0 <= trainer.clip[0] <= 1,
+            f"trainer.clip_low = {trainer.clip_low}: between 0 and 1, a ratio is never below 0; -1: as the loss has it",
+        ),
+        (trainer.clip[1] < 0, f"trainer.clip_high = {trainer.clip_high}: at least 0; -1: as the loss has it"),
         (trainer.clip_dual and trainer.clip_dual <= 1, f"trainer.clip_dual = {trainer.clip_dual}: 0 or above 1"),
         (
             trainer.importance_low > 1,
@@ -284,6 +286,9 @@ def limits(config: Config) -> list[str]:
     bind = " = ".join(name for name, value in (("max_concurrent", most), ("(S+1)·B", room)) if value == reach)
     other = f"; (S+1)·B = {room} may be admitted and not yet trained" if room and room > reach else ""
     lines = [f"age bound: {config.age_bound}", f"in flight: {reach} rollouts at most = {bind}{other}"]
+    trainer, (low, high) = config.trainer, config.trainer.clip
+    clipped = "" if trainer.loss == "reinforce" else f", ratio clipped to {1 - low:g} … {1 + high:g}"
+    lines.append(f"objective: {trainer.loss}{clipped}, {trainer.aggregates_by}, advantages of {trainer.advantage}")
     if not config.checkpoint.every:
         lines.append("checkpoint.every = 0: nothing is saved before the end, a crash loses all since the start")
     return lines
@@ -291,19 +296,7 @@ def limits(config: Config) -> list[str]:
 
 def warnings(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
     """What is allowed and probably not meant, a line each."""
-    lines = []
-    trainer, aged = config.trainer, config.age_bound.age != 0
-    if aged and (trainer.loss == "ppo" or (trainer.correction == "none" and trainer.loss != "cispo")):
-        lines.append(
-            f"staleness.max_staleness = {config.staleness.max_staleness} ({config.age_bound}) with trainer.loss = "
-            f"{trainer.loss!r} and trainer.correction = {trainer.correction!r}: no importance weight corrects for old "
-            "data; 'decoupled' with 'truncate' does"
-        )
-    if trainer.filter_zero_spread and trainer.advantage in ("reinforce_pp", "gae") and config.rollout.group_size > 1:
-        lines.append(
-            f"trainer.filter_zero_spread with trainer.advantage = {trainer.advantage!r}: groups of equal rewards are "
-            "given up although they would train something"
-        )
+    trainer, lines = config.trainer, contradictions(config)
     each, shares = config.rollout.batch_size // trainer.num_minibatches, config.split.num_shares
     if trainer.num_minibatches > 1 and each < shares:
         lines.append(
@@ -335,11 +328,6 @@ def warnings(config: Config, environ: Mapping[str, str] = os.environ) -> list[st
     bound, cap = config.age_bound, config.staleness.max_age
     if bound.age is not None and cap > bound.age:
         lines.append(f"staleness.max_age = {cap} does nothing, for {bound} holds without it: leave it out")
-    if trainer.loss == "gspo" and max(trainer.clip_low, trainer.clip_high) > GSPO_CLIP:
-        lines.append(
-            f"trainer.loss = 'gspo' with clip_low = {trainer.clip_low}, clip_high = {trainer.clip_high}: the mean "
-            "ratio of a sequence hardly leaves 1, so nothing is ever clipped; its authors use 3e-4 and 4e-4"
-        )
     killed_s = int(environ.get(TORCHRUN_KILLS, 30))
     if config.run.shutdown_s + 5 > killed_s:
         lines.append(

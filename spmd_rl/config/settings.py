@@ -10,6 +10,17 @@ from spmd_rl.bounds import Bound, age_bound, batches_ahead
 
 SETTINGS = dataclass(frozen=True, kw_only=True)
 
+AUTO = -1.0  # stands for the number that the loss is usually used with
+
+USUAL: dict[str, tuple[float, float, str]] = {
+    "decoupled": (0.2, 0.28, "token_mean"),
+    "ppo": (0.2, 0.28, "token_mean"),
+    "cispo": (1.0, 4.0, "token_mean"),
+    "gspo": (3e-4, 4e-4, "sequence_mean"),
+    "reinforce": (0.2, 0.28, "token_mean"),
+}
+"""By loss: clip_low, clip_high and aggregation where they are not chosen."""
+
 
 @SETTINGS
 class Run:
@@ -276,11 +287,11 @@ class Trainer:
     loss: str = "decoupled"
     """decoupled | ppo | cispo | gspo | reinforce: the objective of a token
     [-] `trainer/clip_share`, `trainer/ratio_mean`"""
-    clip_low: float = 0.2
-    """ratio is clipped below 1 - clip_low
+    clip_low: float = AUTO
+    """ratio is clipped below 1 - clip_low; -1: 0.2, with gspo 3e-4, with cispo 1 (not at all)
     [ratio] `trainer/clip_share` falls; larger steps away from bad tokens"""
-    clip_high: float = 0.28
-    """ratio is clipped above 1 + clip_high
+    clip_high: float = AUTO
+    """ratio is clipped above 1 + clip_high; -1: 0.28, with gspo 4e-4, with cispo 4
     [ratio] `trainer/clip_share` falls; `trainer/entropy` is kept up"""
     clip_dual: float = 0.0
     """bound of a token's loss where its advantage is negative, in advantages; 0: none, 3 is usual
@@ -303,8 +314,9 @@ class Trainer:
     reject_above: float = 0.1
     """nats; such a sequence is one where log behavior - log current, averaged over its tokens, is more than this
     [nats per token] `trainer/rejected_share` falls"""
-    aggregation: str = "token_mean"
-    """token_mean | sequence_mean | constant (divides by sequences · rollout.max_tokens)
+    aggregation: str = "auto"
+    """token_mean | sequence_mean | constant (divides by rollouts · rollout.max_tokens); auto: sequence_mean with gspo,
+    token_mean otherwise
     [-] `trainer/loss`, `trainer/grad_norm`; whether long replies weigh more"""
     entropy: float = 0.0
     """coefficient of the entropy bonus
@@ -316,7 +328,7 @@ class Trainer:
     """weight of that KL; 0: none, and no reference model is loaded
     [per nat] `trainer/kl_reference` falls; a second model's memory, one more forward"""
     kl_in: str = "loss"
-    """loss | reward (k1, taken off each token's reward): where the KL is added
+    """loss | reward (k1 of the policy at the start of the batch, taken off each token's reward): where the KL is added
     [-] reward: the KL of later tokens counts too"""
     proximal: str = "recompute"
     """recompute | loglinear (no extra forward): log-probs at the start of a batch of several minibatches
@@ -342,6 +354,22 @@ class Trainer:
     max_empty_batches: int = 3
     """batches' worth of groups in a row without anything trainable, after which the run stops with an error
     [batches] how early a run that learns nothing ends"""
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """clip_low and clip_high, or what the loss is usually clipped with."""
+        low, high, _ = USUAL[self.loss]
+        return low if self.clip_low == AUTO else self.clip_low, high if self.clip_high == AUTO else self.clip_high
+
+    @property
+    def aggregates_by(self) -> str:
+        """The aggregation, or what the loss is usually aggregated by."""
+        return USUAL[self.loss][2] if self.aggregation == "auto" else self.aggregation
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Tokens pay for their distance from the reference."""
+        return self.kl_in == "reward" and self.kl_coefficient > 0
 
     @property
     def steps_per_batch(self) -> int:

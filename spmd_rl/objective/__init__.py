@@ -8,13 +8,13 @@ with the tokens (AGGREGATIONS); rejected tokens add neither.  Knows nothing of m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from spmd_rl.objective.corrections import Correction
-from spmd_rl.objective.losses import KLS, Limits, Loss, Rows, k1, sequence_sum
+from spmd_rl.objective.losses import KLS, Limits, Loss, Rows, k1, to_go
 
 
 def token_mean(num_tokens: int, longest: int) -> tuple[float, float]:
@@ -23,12 +23,12 @@ def token_mean(num_tokens: int, longest: int) -> tuple[float, float]:
 
 
 def sequence_mean(num_tokens: int, longest: int) -> tuple[float, float]:
-    """Σ (mean loss of a sequence) / sequences (GRPO)."""
+    """Σ (mean loss of a rollout) / rollouts (GRPO, GSPO)."""
     return 1.0 / num_tokens, 1.0 / num_tokens
 
 
 def constant(num_tokens: int, longest: int) -> tuple[float, float]:
-    """Σ loss / (sequences · longest): no preference for short or long sequences (Dr. GRPO)."""
+    """Σ loss / (rollouts · longest): no preference for short or long ones (Dr. GRPO)."""
     return 1.0 / longest, 1.0 / num_tokens
 
 
@@ -37,7 +37,7 @@ AGGREGATIONS: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "sequence_mean": sequence_mean,
     "constant": constant,
 }
-"""By name: (loss tokens of the sequence, most tokens of a turn) to (scale, share) of each of its tokens."""
+"""By name: (loss tokens of the rollout, most tokens of a turn) to (scale, share) of each of its tokens."""
 
 KL_PLACES = ("loss", "reward")
 
@@ -117,20 +117,12 @@ class Objective:
 
 
 def _penalized(rows: Rows, reference: Tensor, coefficient: float) -> Rows:
-    """The KL as part of the reward: token t loses β · Σ k1 over it and the tokens after it (Ouyang et al. 2022)."""
-    penalty = k1(rows.current.detach(), reference)
-    before = penalty.cumsum(0) - penalty  # over the micro-batch, up to t
-    first = torch.ones_like(rows.sequence, dtype=torch.bool)
-    first[1:] = rows.sequence[1:] != rows.sequence[:-1]
-    start = sequence_sum(torch.where(first, before, 0.0), rows.sequence)
-    to_go = sequence_sum(penalty, rows.sequence) - (before - start)
-    return Rows(
-        current=rows.current,
-        proximal=rows.proximal,
-        behavior=rows.behavior,
-        advantages=rows.advantages - coefficient * to_go,
-        sequence=rows.sequence,
-    )
+    """The KL as part of the reward: token t loses β · Σ k1 over it and the tokens after it (Ouyang et al. 2022).
+
+    A reward is the same in all optimizer steps of a batch: it is the proximal policy's distance.
+    """
+    penalty = to_go(k1(rows.proximal.detach(), reference), rows.sequence)
+    return replace(rows, advantages=rows.advantages - coefficient * penalty)
 
 
 def _where(chosen: Tensor, values: Tensor) -> Tensor:

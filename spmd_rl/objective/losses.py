@@ -66,12 +66,18 @@ def decoupled(rows: Rows, limits: Limits) -> TokenLosses:
 
 
 def ppo(rows: Rows, limits: Limits) -> TokenLosses:
-    """PPO (Schulman et al. 2017, arXiv:1707.06347) with ratio = current / behavior: the clip is its correction."""
+    """PPO (Schulman et al. 2017, arXiv:1707.06347) with ratio = current / behavior: the clip is its correction.
+
+    Data that is stale from the start is clipped from the start.
+    """
     return _clip(rows, rows.behavior, limits)
 
 
 def cispo(rows: Rows, limits: Limits) -> TokenLosses:
-    """CISPO (MiniMax 2025, arXiv:2506.13585): the detached weight current / behavior is clipped, no token is lost."""
+    """CISPO (MiniMax 2025, arXiv:2506.13585): the detached weight current / behavior is clipped, no token is lost.
+
+    There the weight has no lower bound: clip_low = 1.
+    """
     ratio = ratio_of(rows.current, rows.behavior).detach()
     bounded = ratio.clamp(1 - limits.clip_low, 1 + limits.clip_high)
     losses = -bounded * rows.advantages * rows.current
@@ -81,13 +87,15 @@ def cispo(rows: Rows, limits: Limits) -> TokenLosses:
 
 
 def gspo(rows: Rows, limits: Limits) -> TokenLosses:
-    """GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio per sequence, the geometric mean over its loss tokens.
+    """GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio per sequence, s = exp(mean log(current / behavior)).
 
-    Otherwise `decoupled`.  Its clip limits are some hundred times smaller (3e-4 and 4e-4 there).
+    loss_t = -min(s_t · A_t, clip(s_t) · A_t) with s_t = s in value, whose gradient is s · ∇ log current_t: the paper's
+    GSPO-token, which is GSPO where all tokens of a sequence have one advantage, and leaves each its own where they have
+    not.  Its limits are some thousand times smaller than those of a token's ratio.
     """
-    anchor = rows.proximal.detach()
-    ratio = sequence_mean(log_ratio(rows.current, anchor), rows.sequence).exp()
-    return _clip(rows, anchor, limits, ratio)
+    mean = sequence_mean(log_ratio(rows.current.detach(), rows.behavior), rows.sequence)
+    ratio = mean.exp() * (rows.current - rows.current.detach()).exp()
+    return _clip(rows, rows.behavior, limits, ratio)
 
 
 def reinforce(rows: Rows, limits: Limits) -> TokenLosses:
@@ -148,6 +156,18 @@ def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
     """[N] each token's value replaced by the mean over its sequence."""
     return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
+
+
+def to_go(values: Tensor, sequence: Tensor) -> Tensor:
+    """[N] each token's value replaced by the sum over it and the later tokens of its sequence.
+
+    Example: 1 2 4 | 8 becomes 7 6 4 | 8.
+    """
+    before = values.cumsum(0) - values  # over the micro-batch, up to t
+    first = torch.ones_like(sequence, dtype=torch.bool)
+    first[1:] = sequence[1:] != sequence[:-1]
+    start = sequence_sum(torch.where(first, before, 0.0), sequence)
+    return sequence_sum(values, sequence) - (before - start)
 
 
 def _clip(rows: Rows, anchor: Tensor, limits: Limits, ratio: Tensor | None = None) -> TokenLosses:

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from spmd_rl import batch_log
-from spmd_rl.advantages import ADVANTAGES, Stage, overlong_penalty
+from spmd_rl.advantages import ADVANTAGES, overlong_penalty
 from spmd_rl.config import Config
 from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator import state as saved_state
@@ -142,15 +142,16 @@ class Orchestrator:
             cancel=self.pool.cancel,
         )
         advantage = ADVANTAGES[trainer.advantage]
+        of_batch = None if trainer.kl_in_reward else advantage.of_batch  # that KL takes part: the trainer's business
 
-        def scaled(stage: Stage) -> Stage:
-            return lambda values, usable: trainer.advantage_scale * stage(values, usable)
+        def scaled(stage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+            return lambda *arrays: trainer.advantage_scale * stage(*arrays)
 
         self.sink = TrainSink(
             batch_size=rollout.batch_size,
             group_size=rollout.group_size,
-            advantages=advantage.of_group if advantage.of_batch else scaled(advantage.of_group),
-            batch_advantages=advantage.of_batch and scaled(advantage.of_batch),
+            advantages=advantage.of_group if of_batch else scaled(advantage.of_group),
+            batch_advantages=of_batch and scaled(of_batch),
             order=make_order(staleness.order, staleness.window),
             bound=config.age_bound,
             over_age=staleness.over_age,

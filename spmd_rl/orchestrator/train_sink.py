@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_rl.advantages import has_spread
+from spmd_rl.advantages import BatchStage, has_spread
 from spmd_rl.bounds import Bound
 from spmd_rl.orchestrator.order import Order
 from spmd_rl.types import NO_VERSION, Batch, Group, GroupWork, GuardError, Rollout
@@ -57,7 +57,7 @@ class TrainSink:
         batch_size: int,
         group_size: int,
         advantages: Callable[[np.ndarray, np.ndarray], np.ndarray],  # rewards [k], usable [k] bool -> [k] float32
-        batch_advantages: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,  # the same over a whole batch
+        batch_advantages: BatchStage | None = None,  # over a whole batch
         shaped_reward: Callable[[Rollout], float] = lambda rollout: rollout.reward,  # what advantages are made of
         trains: Callable[[Rollout], bool] = lambda rollout: True,  # False: the rollout is not usable
         order: Order,
@@ -123,7 +123,8 @@ class TrainSink:
     def _of_batch(self, rollouts: Sequence[Rollout], advantages: np.ndarray) -> np.ndarray:
         if self._batch_advantages is None:
             return advantages
-        return self._batch_advantages(advantages, self._usable(rollouts))
+        num_tokens = np.fromiter((r.num_trainable for r in rollouts), np.int64, len(rollouts))
+        return self._batch_advantages(advantages, self._usable(rollouts), num_tokens)
 
     def _usable(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         return np.fromiter(map(self.usable, rollouts), np.bool_, len(rollouts))

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from spmd_rl.advantages import gae
 from spmd_rl.trainer.microbatch import MicroBatch
-from spmd_rl.trainer.ranks import TrainerRanks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +35,7 @@ class Credit:
 class Credited:
     """What the loss tokens of a micro-batch are trained with, for all steps of its batch."""
 
-    advantages: Tensor  # [N] float32
+    advantages: Tensor  # [N] float32, before standardization
     values: Tensor  # [N] float32, at the start of the batch
     returns: Tensor  # [N] float32, what the values should have been
     valued: Tensor  # [N] bool, the tokens whose value is trained
@@ -62,7 +61,7 @@ def credit(
     how: Credit,
     kl: Tensor | None = None,  # [N] log policy - log reference; needed where kl_coefficient is not 0
 ) -> Credited:
-    """Before standardization.  A turn pays for all its tokens."""
+    """By GAE.  A turn pays for all its tokens."""
     seen = values.double().cpu().numpy()
     steps = np.flatnonzero(LEVELS[how.level](micro))  # [M] first token of each action
     lengths = np.diff(np.r_[steps, len(seen)])
@@ -90,24 +89,6 @@ def credit(
         returns=tensor(np.repeat(returns, lengths)),
         valued=tensor(valued, torch.bool),
     )
-
-
-def standardize(credited: list[Credited | None], ranks: TrainerRanks) -> list[Credited | None]:
-    """Advantages of all tokens of the batch, on all ranks, to mean 0 and standard deviation 1."""
-    moments = torch.zeros(3, dtype=torch.float64, device=ranks.device)
-    for c in credited:
-        if c is not None:
-            a = c.advantages.double()
-            moments += torch.stack([torch.ones_like(a).sum(), a.sum(), a.square().sum()])
-    num, total, squares = ranks.sum(moments).tolist()
-    mean = total / max(num, 1.0)
-    std = max((squares / max(num, 1.0) - mean**2), 0.0) ** 0.5
-
-    def scaled(c: Credited) -> Credited:
-        advantages = (c.advantages - mean) / max(std, 1e-8)
-        return Credited(advantages=advantages, values=c.values, returns=c.returns, valued=c.valued)
-
-    return [None if c is None else scaled(c) for c in credited]
 
 
 def value_losses(values: Tensor, credited: Credited, how: Credit) -> Tensor:  # [N], with gradient

@@ -8,7 +8,7 @@ models.  The names:
 |---|---|
 | `loss` | objective summed over the batch / its denominator |
 | `entropy` | of the current policy at the sampling temperature |
-| `ratio_mean`, `ratio_max` | current / anchor: proximal (decoupled, gspo), behavior (ppo, cispo) |
+| `ratio_mean`, `ratio_max` | current / anchor: proximal (decoupled, reinforce), behavior (ppo, cispo, gspo) |
 | `clip_share` | share of tokens whose gradient (cispo: whose weight) was clipped |
 | `importance_mean`, `_max`, `_p1`, `_p50`, `_p99` | what its bounds judge: proximal (reinforce: current) / behavior |
 | `importance_capped_share` | share of tokens outside those bounds |

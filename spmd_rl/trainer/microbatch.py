@@ -6,13 +6,15 @@ before it was shared out, so that an optimizer step is the same on any number of
 Promises: nothing is padded; a sequence is never split; a token that no loss token depends on is not computed (the last
 loss token and what follows it); everything per loss token is selected here, by index, so that values off the mask
 cannot reach the loss.  Rollouts that are not usable are not there at all; those whose advantage is 0 are counted in the
-denominator, and skipped where that changes nothing else.
+denominator, and skipped where that changes nothing else.  The segments of a rollout are sequences of their own, and one
+rollout for the aggregation.
 With `share_prefix` what the members of a group begin with alike is there once, and each goes on from it.
 Deterministic.  Knows nothing of ranks, models or losses.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,7 +39,7 @@ class Share(Protocol):
     minibatch: np.ndarray  # [n] ints
 
 
-Aggregation = Callable[[int], tuple[float, float]]  # loss tokens of a sequence -> (scale, share) of each of them
+Aggregation = Callable[[int], tuple[float, float]]  # loss tokens of a rollout -> (scale, share) of each of them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -143,6 +145,7 @@ class _Sequence:
     index: int  # of the rollout in the share
     tokens: np.ndarray  # [length], the inputs: up to the last loss token
     loss: np.ndarray  # positions of its loss tokens
+    weights: tuple[float, float]  # scale and share of each of them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -166,21 +169,26 @@ def _minibatch(
     share_prefix: bool,
 ) -> Minibatch:
     kept, num_loss_tokens, skipped_share = [], 0, 0.0
-    for i in part:
-        a, b = share.cu_seqlens[i], share.cu_seqlens[i + 1]
-        loss = np.flatnonzero(share.loss_mask[a:b])
-        if not len(loss) or not share.usable[i]:
+    losses = {i: np.flatnonzero(share.loss_mask[slice(*share.cu_seqlens[i : i + 2])]) for i in part if share.usable[i]}
+    of_rollout: Counter[int] = Counter()  # loss tokens of all its segments, by ticket
+    for i, loss in losses.items():
+        of_rollout[int(share.ticket[i])] += len(loss)
+    for i, loss in losses.items():
+        if not len(loss):
             continue
         num_loss_tokens += len(loss)
+        weights = aggregation(of_rollout[int(share.ticket[i])])
         if skip_zero and share.advantage[i] == 0:  # a NaN advantage is not skipped, it is found by the step
-            skipped_share += len(loss) * aggregation(len(loss))[1]
+            skipped_share += len(loss) * weights[1]
         else:
-            kept.append(_Sequence(index=int(i), tokens=share.token_ids[a : a + loss[-1]], loss=loss))
+            first = share.cu_seqlens[i]
+            tokens = share.token_ids[first : first + loss[-1]]
+            kept.append(_Sequence(index=int(i), tokens=tokens, loss=loss, weights=weights))
     units = [_Unit(sequences=[s], shared=0) for s in kept]
     if share_prefix:
         units = _units(kept, share.group_id, micro_batch_tokens)
     bins = pack_bins([unit.num_tokens for unit in units], micro_batch_tokens)
-    micro_batches = [_micro_batch(share, [units[j] for j in b], aggregation) for b in bins]
+    micro_batches = [_micro_batch(share, [units[j] for j in b]) for b in bins]
     return Minibatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, skipped_share=skipped_share)
 
 
@@ -195,7 +203,7 @@ def _units(sequences: list[_Sequence], group_id: np.ndarray, budget: int) -> lis
     return units
 
 
-def _micro_batch(share: Share, units: list[_Unit], aggregation: Aggregation) -> MicroBatch:
+def _micro_batch(share: Share, units: list[_Unit]) -> MicroBatch:
     inputs, parents, rows, start = [], [], [], 0
     for unit in units:
         first, prefix = start, len(inputs)
@@ -212,7 +220,7 @@ def _micro_batch(share: Share, units: list[_Unit], aggregation: Aggregation) -> 
     sequences = [s for unit in units for s in unit.sequences]
     rollouts, counts = [s.index for s in sequences], [len(s.loss) for s in sequences]
     source = np.concatenate([s.loss + int(share.cu_seqlens[s.index]) for s in sequences])  # of loss tokens, in share
-    scales, shares = np.array([aggregation(n) for n in counts]).T
+    scales, shares = np.array([s.weights for s in sequences]).T
     return MicroBatch(
         token_ids=np.concatenate(inputs).astype(np.int64),
         cu_seqlens=[0, *np.cumsum([len(tokens) for tokens in inputs]).tolist()],

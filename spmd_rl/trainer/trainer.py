@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from spmd_rl.objective import Objective, Sums
 from spmd_rl.objective.losses import Rows, k1
 from spmd_rl.stored_names import StoredNames
-from spmd_rl.trainer.critic import Credit, Credited, credit, standardize, value_losses
+from spmd_rl.trainer.critic import Credit, Credited, credit, value_losses
 from spmd_rl.trainer.export import export, export_adapter
 from spmd_rl.trainer.flops import Flops, peak_memory_bytes
 from spmd_rl.trainer.metrics import Totals
@@ -33,6 +33,7 @@ from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import adamw, local, square_sum, warmed_up
 from spmd_rl.trainer.proximal import loglinear
 from spmd_rl.trainer.ranks import TrainerRanks
+from spmd_rl.trainer.token_advantages import penalized, standardize
 from spmd_rl.types import GuardError
 
 
@@ -42,6 +43,7 @@ class Start:
 
     proximal: Tensor | None = None  # [N]; None: from the current log-probs
     reference: Tensor | None = None  # [N]
+    advantages: Tensor | None = None  # [N]; None: those of the batch
     credited: Credited | None = None
 
 
@@ -74,6 +76,7 @@ class Trainer:
         objective: Objective,
         aggregation: Aggregation,  # of objective.AGGREGATIONS
         credit: Credit | None = None,  # needed where the models have a critic
+        penalty: float = 0.0,  # β of the KL to the reference in the rewards, where they are standardized with it
         learning_rate: float = 1e-6,
         critic_learning_rate: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -92,7 +95,7 @@ class Trainer:
             raise ValueError(f"temperature must be > 0 to train on what it sampled, is {temperature}")
         self.models, self.device = models, models.device
         self.ranks = TrainerRanks(group=group, device=self.device, counts=models.counts)
-        self.objective, self.aggregation, self.credit = objective, aggregation, credit
+        self.objective, self.aggregation, self.credit, self.penalty = objective, aggregation, credit, penalty
         self.warmup_steps, self.grad_clip = warmup_steps, grad_clip
         self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
         self.share_prefix, self.pack = share_prefix, pack
@@ -102,8 +105,8 @@ class Trainer:
         self.has_critic = bool(models.critic_parameters)
         if self.has_critic != (credit is not None):
             raise ValueError("a critic needs `credit`, and the other way round")
-        if credit is not None and credit.kl_coefficient and models.reference is None:
-            raise ValueError("a KL in the critic's rewards needs a reference")
+        if models.reference is None and (penalty or (credit is not None and credit.kl_coefficient)):
+            raise ValueError("a KL in the rewards needs a reference")
         critic = set(models.critic_parameters)
         policy = [p for p in models.trained.parameters() if p not in critic]
         self.optimizer, self.rates = adamw(
@@ -134,7 +137,7 @@ class Trainer:
             num_minibatches=self.num_minibatches,
             micro_batch_tokens=self.micro_batch_tokens,
             aggregation=self.aggregation,
-            skip_zero=not (self.has_critic or self.objective.needs_every_sequence),
+            skip_zero=not (self.has_critic or self.penalty or self.objective.needs_every_sequence),
             share_prefix=self.share_prefix,
             pack=self.pack,
         )
@@ -199,32 +202,38 @@ class Trainer:
         models = self.models
         micro_batches = [m for w in work for m in w.micro_batches]
         proximals = self.num_minibatches * self.num_epochs > 1 and not self.interpolate_proximal
-        penalized = self.credit is not None and self.credit.kl_coefficient != 0
-        of_policy, references, credited = (
-            [(None, None)] * len(micro_batches),
-            [None] * len(micro_batches),
-            [None] * len(micro_batches),
-        )
-        if proximals or penalized or models.policy.value_head is not None:
+        pays = self.penalty != 0 or (self.credit is not None and self.credit.kl_coefficient != 0)
+        of_policy, references = [(None, None)] * len(micro_batches), [None] * len(micro_batches)
+        if proximals or pays or models.policy.value_head is not None:
             of_policy = [(logprobs, values) for logprobs, _, values in map(self._forward, micro_batches)]
         if models.reference is not None:
             references = [self._forward(m, models.reference)[0] for m in micro_batches]
             models.drop(models.reference)
-        if self.credit is not None:
-            values = [v for _, v in of_policy]
-            if models.critic is not None:
-                values = [self._values(m) for m in micro_batches]
-            kls = [k1(p, r) if penalized else None for (p, _), r in zip(of_policy, references, strict=True)]
-            credited = [
-                None if m.is_stand_in else credit(m, v, self.credit, kl)
-                for m, v, kl in zip(micro_batches, values, kls, strict=True)
-            ]
-            credited = standardize(credited, self.ranks)
+        values = [v for _, v in of_policy]
+        if models.critic is not None:
+            values = [self._values(m) for m in micro_batches]
+        kls = [k1(p, r) if pays else None for (p, _), r in zip(of_policy, references, strict=True)]
+        advantages, credited = self._advantages(micro_batches, values, kls)
         starts = iter(
-            Start(proximal=logprobs if proximals else None, reference=reference, credited=c)
-            for (logprobs, _), reference, c in zip(of_policy, references, credited, strict=True)
+            Start(proximal=logprobs if proximals else None, reference=reference, advantages=a, credited=c)
+            for (logprobs, _), reference, a, c in zip(of_policy, references, advantages, credited, strict=True)
         )
         return [[next(starts) for _ in w.micro_batches] for w in work]
+
+    def _advantages(
+        self, micro_batches: list[MicroBatch], values: list[Tensor | None], kls: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Credited | None]]:
+        """Of each micro-batch: the advantages that are not those of the batch, and what its values are trained with."""
+        credited: list[Credited | None] = [None] * len(micro_batches)
+        advantages: list[Tensor | None] = [None] * len(micro_batches)
+        for i, (micro, of_states, kl) in enumerate(zip(micro_batches, values, kls, strict=True)):
+            if self.credit is not None and not micro.is_stand_in:
+                credited[i] = credit(micro, of_states, self.credit, kl)
+                advantages[i] = credited[i].advantages
+            elif self.penalty and not micro.is_stand_in:
+                given, sequence = self._tensor(micro.advantages), self._tensor(micro.sequence)
+                advantages[i] = penalized(given, kl, sequence, self.penalty)
+        return standardize(advantages, self.ranks) if self.has_critic or self.penalty else advantages, credited
 
     def _optimizer_step(
         self, work: Work, starts: list[Start], n: int, progress: float, rate: float, totals: Totals
@@ -291,9 +300,8 @@ class Trainer:
         behavior, proximal, of_values = self._tensor(micro.behavior), start.proximal, None
         if proximal is None:
             proximal = loglinear(current.detach(), behavior, self._tensor(micro.versions), n, progress)
-        advantages = self._tensor(micro.advantages)
+        advantages = self._tensor(micro.advantages) if start.advantages is None else start.advantages
         if start.credited is not None:
-            advantages = start.credited.advantages
             of_values = value_losses(values, start.credited, self.credit)
         rows = Rows(
             current=current,

@@ -139,6 +139,7 @@ CUT = {  # name: minibatches, rollouts of the batch, settings
     "groups whole": (2, 12, {"share_prefix": True, "num_epochs": 2}),
     "fewer rollouts than ranks": (2, 3, {}),
     "own critic": (2, 12, {"critic": "model", "credit": Credit()}),
+    "standardized over tokens": (2, 12, {"reference": "model", "penalty": 0.1}),
 }
 
 
@@ -147,6 +148,10 @@ def cut(step: int, num_minibatches: int, num_rollouts: int, num_shares: int, who
     packed = batch(step, slice(0, num_rollouts))
     packed.minibatch[:] = packing.minibatches(packed.group_id, num_minibatches, whole_groups=whole_groups)
     return packing.shares(packed, num_shares, width=128, share_prefix=whole_groups)
+
+
+def replicas_of(case: str, num_ranks: int) -> set[int]:
+    return {1, 2} if (case, num_ranks) == ("three minibatches", 4) else {1} if num_ranks > 1 else set()
 
 
 def step_on_cut(trainer: Trainer, index: int, num_shares: int, case: str) -> tuple[list[Any], Any, Any]:
@@ -253,7 +258,7 @@ def run_all(rank: int, folder: Path, target: Path, saved: Path) -> dict[Any, Any
             trainer = on_mesh(folder, num_replicas, **settings)
             found[case] = [trainer.step(batch(n, parts[rank]), n) for n in range(2)], whole(trainer)
     for case, (num_minibatches, _, settings) in CUT.items():
-        for num_replicas in {1, num_ranks // 2 or 1}:
+        for num_replicas in replicas_of(case, num_ranks):
             trainer = on_mesh(folder, num_replicas, **CAREFUL, num_minibatches=num_minibatches, **settings)
             found["cut", case, num_replicas] = step_on_cut(trainer, rank, num_ranks, case)
     found["micro-batches"] = {
@@ -318,7 +323,7 @@ def test_an_optimizer_step_is_the_same_on_one_rank_and_on_several(
     num_minibatches, _, settings = CUT[case]
     reference = alone(folder, **CAREFUL, num_minibatches=num_minibatches, **settings)
     expected, metrics, tensors = step_on_cut(reference, 0, 1, case)
-    for num_replicas in {1, num_ranks // 2}:
+    for num_replicas in replicas_of(case, num_ranks):
         found = [rank["cut", case, num_replicas] for rank in ran[num_ranks]]
         for m, tickets in enumerate(expected):
             assert sorted(t for mine, *_ in found for t in mine[m]) == sorted(tickets)

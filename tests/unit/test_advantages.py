@@ -21,7 +21,7 @@ STAGES = {
     "grpo_population": ADVANTAGES["grpo_population"].of_group,
     "dr_grpo": ADVANTAGES["dr_grpo"].of_group,
     "rloo": ADVANTAGES["rloo"].of_group,
-    "over the batch": standardized,
+    "over the batch": lambda rewards, usable: standardized(rewards, usable, np.full(len(rewards), 7)),
 }
 
 
@@ -127,22 +127,46 @@ def test_shapes_that_disagree_are_refused() -> None:
         grpo(np.zeros(3), np.ones(2, bool))
 
 
+def test_reinforce_pp_is_standardized_over_tokens() -> None:
+    """30 of 470 tokens are right: mean 0.06383, std sqrt(0.06383 · 0.93617) = 0.24445."""
+    rewards, tokens = np.array([1.0, 1, 1, 0, 0, 0, 0, 0]), np.array([10] * 7 + [400])
+    found = ADVANTAGES["reinforce_pp"].of_batch(rewards, np.ones(8, bool), tokens)
+    assert found == pytest.approx([3.8297] * 3 + [-0.2611] * 5, abs=5e-5)
+    assert (found * tokens).sum() == pytest.approx(0, abs=1e-4)
+    assert (found**2 * tokens).sum() / tokens.sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_reinforce_pp_baseline_is_standardized_over_tokens() -> None:
+    """Groups 1 0 of 10 and 30 tokens, and 0 0 of 20 each: ±0.5, 0, 0; mean -10 / 80, mean square 10 / 80."""
+    advantage, both = ADVANTAGES["reinforce_pp_baseline"], np.ones(2, bool)
+    staged = np.concatenate([advantage.of_group(np.array(r), both) for r in ([1.0, 0.0], [0.0, 0.0])])
+    std = (0.125 - 0.125**2) ** 0.5
+    expected = [0.625 / std, -0.375 / std, 0.125 / std, 0.125 / std]
+    assert advantage.of_batch(staged, np.ones(4, bool), np.array([10, 30, 20, 20])) == pytest.approx(expected, abs=1e-5)
+
+
+def test_tokens_of_unusable_rollouts_do_not_count() -> None:
+    found = standardized(np.array([1.0, 0.0, 9.0]), np.array([True, True, False]), np.array([10, 30, 1000]))
+    assert found == pytest.approx([3**0.5, -(3**-0.5), 0], abs=1e-5)
+
+
 def test_reinforce_pp_compares_all_rollouts_of_the_batch() -> None:
-    """Rewards 1 1 | 0 4 of two groups: mean 1.5, unbiased std 1.7321."""
+    """Rewards 1 1 | 0 4 of two groups of equal lengths: mean 1.5, std 1.5."""
     advantage = ADVANTAGES["reinforce_pp"]
     all2 = np.ones(2, bool)
     staged = np.concatenate([advantage.of_group(np.array(r), all2) for r in ([1.0, 1.0], [0.0, 4.0])])
-    expected = [-0.2887, -0.2887, -0.8660, 1.4434]
-    assert advantage.of_batch(staged, np.ones(4, bool)) == pytest.approx(expected, abs=5e-5)
+    expected = [-1 / 3, -1 / 3, -1, 5 / 3]
+    assert advantage.of_batch(staged, np.ones(4, bool), np.full(4, 20)) == pytest.approx(expected, abs=5e-5)
     assert not advantage.within_group
 
 
 def test_reinforce_pp_baseline_takes_the_mean_of_the_group_away_first() -> None:
-    """The same rewards: 0 0 | -2 2, std sqrt(8 / 3) = 1.6330."""
+    """The same rewards: 0 0 | -2 2, std sqrt(8 / 4) = 1.4142."""
     advantage = ADVANTAGES["reinforce_pp_baseline"]
     all2 = np.ones(2, bool)
     staged = np.concatenate([advantage.of_group(np.array(r), all2) for r in ([1.0, 1.0], [0.0, 4.0])])
-    assert advantage.of_batch(staged, np.ones(4, bool)) == pytest.approx([0, 0, -1.2247, 1.2247], abs=5e-5)
+    found = advantage.of_batch(staged, np.ones(4, bool), np.full(4, 20))
+    assert found == pytest.approx([0, 0, -1.4142, 1.4142], abs=5e-5)
 
 
 def test_raw_rewards_of_unusable_members_are_zero_and_unseen() -> None:

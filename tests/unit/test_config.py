@@ -209,10 +209,14 @@ def test_the_shipped_configs_are_valid_and_nothing_in_them_is_warned_of(path: Pa
         (["staleness.max_concurrent=4000"], ["in flight: 192 rollouts at most = (S+1)·B"]),
         (["staleness.max_concurrent=192"], ["in flight: 192 rollouts at most = max_concurrent = (S+1)·B"]),
         (["staleness.gate=ship"], ["in flight: 64 rollouts at most = max_concurrent"]),
-        ([], ["in flight: 64"]),
+        ([], ["in flight: 64", "objective: decoupled, ratio clipped to 0.8 … 1.28, token_mean, advantages of grpo"]),
+        (
+            ["trainer.loss=gspo"],
+            ["in flight: 64", "objective: gspo, ratio clipped to 0.9997 … 1.0004, sequence_mean, "],
+        ),
         (
             ["checkpoint.every=0"],
-            ["in flight: 64", "checkpoint.every = 0: nothing is saved before the end"],
+            ["in flight: 64", "objective: ", "checkpoint.every = 0: nothing is saved before the end"],
         ),
     ],
 )
@@ -220,7 +224,7 @@ def test_what_binds_is_said_at_the_start(tmp_path: Path, settings: list[str], li
     said = config.limits(config.load(_write(tmp_path), settings))
     assert said[0].startswith("age bound: age ≤ ")
     assert all(line.startswith(begins) for line, begins in zip(said[1:], lines, strict=False))
-    assert len(said) == (3 if "checkpoint.every=0" in settings else 2)
+    assert len(said) == (4 if "checkpoint.every=0" in settings else 3)
     assert "(S+1)·B" in said[1] or "gate=ship" in str(settings)
 
 
@@ -248,8 +252,47 @@ def test_what_binds_is_said_at_the_start(tmp_path: Path, settings: list[str], li
         ),
         ("staleness.max_age=4 staleness.over_age=drop staleness.gate=ship", []),
         ("staleness.max_age=8 staleness.order=completion", []),
-        ("trainer.loss=gspo", ["'gspo' with clip_low = 0.2, clip_high = 0.28: "]),
+        ("trainer.loss=gspo", []),
+        ("trainer.loss=gspo trainer.clip_low=0.2", ["'gspo' with clip_low = 0.2, clip_high = 0.0004: "]),
         ("trainer.loss=gspo trainer.clip_low=3e-4 trainer.clip_high=4e-4", []),
+        ("trainer.loss=gspo trainer.aggregation=sequence_mean", []),
+        ("trainer.loss=gspo trainer.aggregation=token_mean", ["long ones then weigh more; leave .* out"]),
+        ("trainer.loss=gspo trainer.aggregation=constant", ["'gspo' with trainer.aggregation = 'constant'"]),
+        ("trainer.loss=gspo trainer.correction=none", []),
+        ("trainer.loss=gspo trainer.correction=mask", ["write trainer.correction_level = 'geometric'"]),
+        ("trainer.loss=gspo trainer.correction=mask trainer.correction_level=geometric", []),
+        ("trainer.loss=cispo", []),
+        ("trainer.loss=cispo trainer.clip_dual=3", ["clip_dual = 3.0 with trainer.loss = 'cispo'"]),
+        ("trainer.loss=cispo trainer.importance_high=5", ["nothing to truncate; write trainer.correction = 'mask'"]),
+        ("trainer.loss=decoupled trainer.importance_high=5", []),
+        ("trainer.clip_high=0.3", ["clip_high = 0.3 with .* is 1, so that nothing is ever clipped; write .* = 2"]),
+        ("trainer.clip_high=0.3 trainer.num_epochs=2", []),
+        ("trainer.loss=reinforce", []),
+        ("trainer.loss=reinforce trainer.clip_dual=3", ["it clips nothing; write trainer.loss = 'ppo'"]),
+        ("trainer.loss=reinforce trainer.correction=none", ["no importance weight corrects"]),
+        (
+            "trainer.loss=reinforce trainer.correction=none trainer.num_epochs=2 staleness.max_staleness=0"
+            " staleness.max_concurrent=64",
+            ["with 2 optimizer steps per batch: .* write trainer.correction = 'truncate'"],
+        ),
+        ("trainer.loss=reinforce trainer.correction=none staleness.max_staleness=0", []),
+        ("trainer.reject_above=0.3", ["nothing is rejected; write trainer.reject = 'off_policy'"]),
+        ("trainer.kl=k1 trainer.kl_coefficient=0.1", ["regularises nothing; write trainer.kl = 'k2' or 'k3', or"]),
+        ("trainer.kl=k2 trainer.kl_coefficient=0.1", []),
+        ("trainer.kl=k1 trainer.kl_in=reward trainer.kl_coefficient=0.1", []),
+        ("trainer.kl_in=reward trainer.kl_coefficient=0.1", ["rewards pay k1, .* write trainer.kl = 'k1'"]),
+        ("trainer.kl=k2 trainer.kl_in=reward trainer.kl_coefficient=0.1", ["trainer.kl = 'k2' with .* 'reward'"]),
+        ("trainer.kl=k1", ["trainer.kl = 'k1' with trainer.kl_coefficient = 0.0: there is no KL; write"]),
+        ("trainer.advantage=reinforce_pp trainer.filter_zero_spread=false", []),
+        ("trainer.advantage=reinforce_pp_baseline trainer.aggregation=sequence_mean", ["write .* = 'token_mean'"]),
+        ("trainer.advantage=reinforce_pp_baseline trainer.loss=gspo", ["write trainer.advantage = 'grpo'"]),
+        (
+            "trainer.advantage=gae trainer.filter_zero_spread=false trainer.advantage_scale=2",
+            ["a standard deviation of"],
+        ),
+        ("trainer.advantage=reinforce_pp_baseline trainer.advantage_scale=2", []),
+        ("topology.trainer=32 trainer.num_minibatches=4", ["16 rollouts for 32 shares .* lower it to 2"]),
+        ("topology.trainer=32 topology.tensor_parallel=2 trainer.num_minibatches=4", []),
     ],
 )
 def test_settings_that_do_not_fit_each_other_are_warned_of(tmp_path: Path, settings: str, lines: list[str]) -> None:

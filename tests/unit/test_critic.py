@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.trainer.critic import Credit, Credited, credit, first_of_turn, standardize, value_losses
+from spmd_rl.trainer.critic import Credit, Credited, credit, first_of_turn, value_losses
 from spmd_rl.trainer.ranks import TrainerRanks
+from spmd_rl.trainer.token_advantages import penalized, standardize
 
 CPU = torch.device("cpu")
 
@@ -69,13 +70,21 @@ def credited(advantages: list[float], **others: list) -> Credited:
     return Credited(advantages=torch.tensor(advantages), **(defaults | parts))
 
 
+def test_a_token_pays_for_its_own_distance_and_for_what_comes_after_it() -> None:
+    """k1 of two sequences: 0.5 1 | -0.25."""
+    found = penalized(
+        torch.tensor([1.0, 1.0, 2.0]), torch.tensor([0.5, 1.0, -0.25]), torch.tensor([0, 0, 1]), coefficient=0.1
+    )
+    assert found.tolist() == pytest.approx([1 - 0.15, 1 - 0.1, 2 + 0.025])
+
+
 def test_advantages_are_standardized_over_all_tokens_of_the_batch() -> None:
     first, nothing, second = standardize(
-        [credited([1.0, 3.0]), None, credited([5.0])], TrainerRanks(group=None, device=CPU)
+        [torch.tensor([1.0, 3.0]), None, torch.tensor([5.0])], TrainerRanks(group=None, device=CPU)
     )
     assert nothing is None
     scale = (8 / 3) ** 0.5
-    assert [*first.advantages.tolist(), *second.advantages.tolist()] == pytest.approx([-2 / scale, 0, 2 / scale])
+    assert [*first.tolist(), *second.tolist()] == pytest.approx([-2 / scale, 0, 2 / scale])
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,18 @@ def test_scale_and_share_of_each_aggregation(name: str, scale: list[float], shar
     assert micro.share.sum() == shares
 
 
+@pytest.mark.parametrize(
+    ("name", "scale", "shares"), [("token_mean", 1, 5), ("sequence_mean", 1 / 3, 2), ("constant", 1 / 10, 2)]
+)
+def test_segments_of_a_rollout_are_one_rollout_for_the_aggregation(name: str, scale: float, shares: float) -> None:
+    """Two segments of 2 and 1 loss tokens, and another rollout with 2."""
+    batch = share(([1, 2, 3], [0, 1, 1], 1.0), ([4, 5], [0, 1], 1.0), ([6, 7, 8], [0, 1, 1], 1.0))
+    batch.ticket[:] = [7, 7, 8]
+    micro = only(batch, aggregation=partial(AGGREGATIONS[name], longest=10))
+    assert micro.scale[:3].tolist() == [scale] * 3
+    assert micro.share.sum() == pytest.approx(shares)
+
+
 def test_a_nan_advantage_is_not_taken_for_zero() -> None:
     assert only(share(([1, 2], [0, 1], math.nan))).tickets == (0,)
 

@@ -51,11 +51,12 @@ def test_config_names_every_choice_that_the_dicts_have() -> None:
         "trainer.correction": CORRECTIONS,
         "trainer.correction_level": LEVELS,
         "trainer.reject": REJECTIONS,
-        "trainer.aggregation": AGGREGATIONS,
+        "trainer.aggregation": {"auto", *AGGREGATIONS},
         "trainer.kl": KLS,
         "trainer.kl_in": KL_PLACES,
         "critic.level": CREDIT_LEVELS,
     }
+    assert config.USUAL.keys() == LOSSES.keys() and {usual[2] for usual in config.USUAL.values()} <= set(AGGREGATIONS)
     for key, choices in dicts.items():
         assert set(config.CHOICES[key]) == set(choices), key
 
@@ -64,10 +65,7 @@ def test_config_names_every_choice_that_the_dicts_have() -> None:
 def test_on_policy_every_loss_has_the_gradient_of_plain_policy_gradient(name: str) -> None:
     batch = rows([-0.5, -1.5, -3.0], advantages=[1.0, -2.0, 0.5])
     result = run(batch, name)
-    expected = [-1.0, 2.0, -0.5]
-    if name == "gspo":  # one ratio for the sequence: each token gets the mean advantage
-        expected = [0.5 / 3] * 3
-    assert gradient(batch, result) == pytest.approx(expected)
+    assert gradient(batch, result) == pytest.approx([-1.0, 2.0, -0.5])
     assert result.sums["clip_share"] == 0
     assert result.sums["importance_mean"] == 3
     assert result.maxima["ratio_max"] == 1
@@ -155,6 +153,50 @@ def test_gspo_has_one_ratio_for_each_sequence() -> None:
     result = run(batch, "gspo", limits=Limits(clip_low=0.5, clip_high=0.5))
     assert result.total.item() == pytest.approx(-(2 * math.exp(0.3) + math.exp(0.1)))
     assert result.maxima["ratio_max"].item() == pytest.approx(math.exp(0.3))
+    assert gradient(batch, result) == pytest.approx([-math.exp(0.3)] * 2 + [-math.exp(0.1)])
+
+
+def test_gspo_clips_what_is_stale_from_the_start_and_needs_no_second_step() -> None:
+    """The policy has not moved since the start of the batch, and is 1e-3 nats per token off the one that sampled."""
+    batch = rows([-1.0, -2.0, -1.0, -2.0], behavior=[-1.002, -2.0, -0.998, -2.0], sequence=[0, 0, 1, 1])
+    result = run(batch, "gspo", limits=Limits(clip_low=3e-4, clip_high=4e-4))
+    assert gradient(batch, result) == pytest.approx([0.0, 0.0, -math.exp(-1e-3), -math.exp(-1e-3)])
+    assert result.sums["clip_share"] == 2
+    assert result.sums["importance_mean"].item() == pytest.approx(math.exp(2e-3) + math.exp(-2e-3) + 2)
+
+
+def test_gspo_leaves_each_token_its_own_advantage() -> None:
+    """GSPO-token: one ratio, here 1, and three advantages."""
+    batch = rows([-0.5, -1.5, -3.0], advantages=[1.0, -2.0, 0.5])
+    assert gradient(batch, run(batch, "gspo")) == pytest.approx([-1.0, 2.0, -0.5])
+
+
+def test_gspo_is_anchored_on_the_policy_that_sampled_and_not_weighed_again() -> None:
+    batch = rows([0.0, 0.0], proximal=[0.0, 0.0], behavior=[-1.0, -1.0])
+    result = run(batch, "gspo", limits=Limits(clip_low=0.5, clip_high=5.0))
+    assert gradient(batch, result) == pytest.approx([-math.e, -math.e])
+
+
+@pytest.mark.parametrize(
+    ("settings", "clip", "aggregation"),
+    [
+        ({}, (0.2, 0.28), "token_mean"),
+        ({"loss": "gspo"}, (3e-4, 4e-4), "sequence_mean"),
+        ({"loss": "gspo", "clip_high": 0.1, "aggregation": "token_mean"}, (3e-4, 0.1), "token_mean"),
+        ({"loss": "cispo"}, (1.0, 4.0), "token_mean"),
+    ],
+)
+def test_what_is_not_chosen_is_as_the_loss_has_it(settings: dict, clip: tuple, aggregation: str) -> None:
+    chosen = config.from_tree({"model": {"path": "x"}, "env": {"a": {"path": "m:C"}}, "trainer": settings})
+    assert chosen.trainer.clip == clip and chosen.trainer.aggregates_by == aggregation
+    limits = make_objective(chosen).limits
+    assert (limits.clip_low, limits.clip_high) == clip
+
+
+def test_cispo_without_a_lower_bound_keeps_every_small_weight() -> None:
+    batch = rows([LOG(1e-3), LOG(6.0)], behavior=[0.0, 0.0])
+    result = run(batch, "cispo", limits=Limits(clip_low=1.0, clip_high=4.0))
+    assert gradient(batch, result) == pytest.approx([-1e-3, -5])
 
 
 RATIOS = [LOG(0.25), LOG(1.5), LOG(4.0)]  # proximal / behavior of three tokens, the first two of one sequence
@@ -237,14 +279,17 @@ def test_kl_to_the_reference_in_the_loss(kl: str, value: float, slope: float) ->
 
 
 def test_kl_to_the_reference_in_the_reward_is_paid_by_the_tokens_before_it() -> None:
-    """k1 = 0.5, 1 | -0.25: the first token of a sequence pays for all of it."""
-    batch = rows([-1.0, -1.0, -1.0], advantages=[1.0, 1.0, 2.0], sequence=[0, 0, 1])
+    """k1 = 0.5, 1 | -0.25 at the start of the batch: the first token of a sequence pays for all of it."""
+    batch = rows([-1.1, -1.3, -1.2], proximal=[-1.0] * 3, advantages=[1.0, 1.0, 2.0], sequence=[0, 0, 1])
     result = run(batch, "reinforce", correction=NONE, reference=[-1.5, -2.0, -0.75], kl_coefficient=0.1, kl_in="reward")
     assert gradient(batch, result) == pytest.approx([-(1 - 0.15), -(1 - 0.1), -(2 + 0.025)])
 
 
-@pytest.mark.parametrize(("advantage", "coefficient"), [("rloo", 0.1), ("gae", 0.0)])
-def test_a_kl_in_the_reward_is_paid_once_by_the_critic_where_there_is_one(advantage: str, coefficient: float) -> None:
+@pytest.mark.parametrize(
+    ("advantage", "coefficient"),
+    [("rloo", 0.1), ("gae", 0.0), ("reinforce_pp", 0.0), ("reinforce_pp_baseline", 0.0)],
+)
+def test_a_kl_in_the_reward_is_paid_once_where_the_advantages_are_made(advantage: str, coefficient: float) -> None:
     trainer = {"advantage": advantage, "kl_in": "reward", "kl_coefficient": 0.1}
     chosen = config.from_tree({"model": {"path": "x"}, "env": {"a": {"path": "m:C"}}, "trainer": trainer})
     assert make_objective(chosen).kl_coefficient == coefficient

@@ -60,10 +60,10 @@ def test_advantages_over_the_batch_see_every_group_and_no_unusable_member():
     sink = make(advantages=raw, batch_advantages=standardized, filters={}, max_empty_batches=1)
     assert put(sink, 0, (0.0, 0.0)) == KEPT  # all 0 until the batch stage
     put(sink, 1, (3.0, 3.0))
-    np.testing.assert_allclose(sink.next_batch(0).advantages, [-0.866, -0.866, 0.866, 0.866], atol=1e-3)
+    np.testing.assert_allclose(sink.next_batch(0).advantages, [-1, -1, 1, 1], atol=1e-6)
     put(sink, 2, (0.0, 0.0))
     put(sink, 3, (6.0, 3.0))
-    np.testing.assert_allclose(sink.next_batch(1).advantages, [-0.783, -0.783, 1.306, 0.261], atol=1e-3)
+    np.testing.assert_allclose(sink.next_batch(1).advantages, [-0.9045, -0.9045, 1.5076, 0.3015], atol=1e-4)
     assert [put(sink, group_id, (0.0, 0.0)) for group_id in (4, 5)] == [KEPT, KEPT]  # nor barren
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 import subprocess
 from collections.abc import Callable, Sequence
@@ -631,6 +632,41 @@ def test_a_kl_in_the_rewards_of_a_critic_is_that_of_the_start_of_the_batch(folde
     expected = (to_go - to_go.mean()) / to_go.std()
     assert seen[-1].advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-3)
     assert metrics["kl_reference"] == pytest.approx(kl.mean(), rel=1e-4)
+
+
+def test_a_kl_in_the_rewards_is_standardized_with_them_over_all_tokens_of_the_batch(folder: Path) -> None:
+    """REINFORCE++: A_t = R - β Σ_later k1 at the start of the batch, to mean 0 and standard deviation 1."""
+    seen: dict[int, np.ndarray] = {}
+
+    def watching(rows: Rows, limits: Limits) -> TokenLosses:
+        seen.setdefault(len(rows.advantages), rows.advantages.numpy().copy())
+        assert (seen[len(rows.advantages)] == rows.advantages.numpy()).all()  # in both epochs
+        return LOSSES["reinforce"](rows, limits)
+
+    policy = trainer(
+        folder,
+        objective=Objective(loss=watching),
+        reference=load(folder),
+        penalty=0.5,
+        num_minibatches=2,
+        num_epochs=2,
+        micro_batch_tokens=16,
+        learning_rate=1e-2,
+    )
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    batch = shares((5, 6), (3, 10), (4, 20), advantages=[0.0, 1.0, 2.0])
+    batch.minibatch[:] = [0, 0, 1]
+    expected = []
+    for i, (a, b) in enumerate(itertools.pairwise(batch.cu_seqlens)):
+        ids, mask = batch.token_ids[a:b], batch.loss_mask[a:b]
+        kl = (policy.score(ids) - trainer(folder).score(ids))[mask]
+        expected.append(batch.advantage[i] - 0.5 * kl[::-1].cumsum()[::-1])
+    policy.step(batch, 0)
+    every = np.concatenate(expected)
+    for mine in expected:
+        assert seen[len(mine)] == pytest.approx((mine - every.mean()) / every.std(), abs=1e-3)
 
 
 def test_policy_and_critic_are_clipped_each_by_its_own_norm(folder: Path) -> None:
