@@ -1,19 +1,22 @@
 """Attention of packed sequences, each kept to itself, for every architecture of `transformers`.
 
-A model's attention layers call the `Attend` object that the caller passes along with the forward: `Segments` for packed
-sequences here, the engine's cache elsewhere.  The object travels as a keyword argument through every layer, so two
-models never share state and activation checkpointing finds it again in whatever thread runs the backward.
+A model's attention layers call the `Attend` object under which its forward runs: `Segments` for packed sequences here,
+the engine's cache elsewhere.  It is a context variable, for some architectures pass no keyword through their layers and
+some pass every keyword on to kernels.  Two threads never share it, and what runs a layer again in a backward runs it
+`under` the object of its forward.
 Promises: a packed forward equals the forwards of its sequences one by one.  Knows nothing of models, ranks or engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,30 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 ATTENTION = "spmd_varlen"
+
+
+_ATTEND: ContextVar[Attend | None] = ContextVar("attend", default=None)
+
+
+@contextmanager
+def attending(attend: Attend | None) -> Iterator[None]:
+    """Forwards in this block attend so."""
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
+
+
+def under(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, called as if in the block that this is called in, from any thread."""
+    attend = _ATTEND.get()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with attending(attend):
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Rule(NamedTuple):
@@ -232,17 +259,16 @@ def _attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # attention sinks
-    attend: Attend | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; `attend` is the keyword that came with the forward.
+    """What transformers calls in each layer.
 
     The mask says what a token sees, as it does for transformers' own attention: the keyword `sliding_window`, which
     some architectures leave out and some pass where the mask has no window, is for kernels without masks.
     """
-    name = type(module).__name__
+    name, attend = type(module).__name__, _ATTEND.get()
     if attend is None:
-        raise ValueError(f"{name}: forward without `attend=`: call model.hidden_states, not the model itself")
+        raise ValueError(f"{name}: forward of a model alone: call model.hidden_states")
     if isinstance(attention_mask, Tensor) or dropout:
         raise ValueError(f"{name}: masks of its own and attention dropout are not supported by {ATTENTION}")
     mask = attention_mask or Mask()

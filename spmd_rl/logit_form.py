@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.model_parts import body
+
 _TINY = 2.0**-20  # so small that no softcap shows
 
 
@@ -26,8 +28,8 @@ def logit_form(model: nn.Module) -> tuple[float, float | None]:
     points = torch.tensor([_TINY, 1e9, -1e9, *range(-60, 61, 4)], dtype=torch.float64)
     products = points[:, None].expand(-1, num)[None]  # [1, points, V]
     seen: list[Tensor] = []
-    body = model.base_model
-    body.forward = lambda *_, **__: _Given(hidden.expand(1, len(points), width))
+    within = body(model)
+    within.forward = lambda *_, **__: _Given(hidden.expand(1, len(points), width))
     out.forward = lambda x: seen.append(x) or products
     try:
         ids = torch.zeros(1, len(points), dtype=torch.long)
@@ -37,7 +39,7 @@ def logit_form(model: nn.Module) -> tuple[float, float | None]:
             f"{name}: its logits are no projection of the last hidden state: {_first_line(error)}"
         ) from error
     finally:
-        del body.forward, out.forward
+        del within.forward, out.forward
     if len(seen) != 1 or seen[0].shape != (1, len(points), width) or seen[0].is_meta or logits.is_meta:
         raise ValueError(f"{name}: its logits are no projection of the last hidden state")
     if logits.shape != products.shape[1:]:

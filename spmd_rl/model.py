@@ -20,10 +20,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.logging import disable_progress_bar
 
-from spmd_rl.attention import ATTENTION, Attend, ByRow, Segments, token_positions
+from spmd_rl.attention import ATTENTION, Attend, ByRow, Segments, attending, token_positions
 from spmd_rl.logit_form import logit_form
 from spmd_rl.logprobs import Head
 from spmd_rl.model_files import FLOATS, INDEX, SINGLE, Stored, stored_tensors
+from spmd_rl.model_parts import body, decoder_layers
 
 STATES = {"linear_attention", "conv", "mamba", "mamba2", "recurrent"}  # kinds of layers without attention
 CARRIES = STATES | {"hybrid", "hybrid_sliding"}  # and with both
@@ -240,15 +241,6 @@ def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:
             model._init_weights(module)
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """What hidden states go through one after the other, wherever the architecture keeps it."""
-    num = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num:
-            return module
-    raise ValueError(f"{type(model).__name__}: has no list of its {num} layers")
-
-
 def packs(model: nn.Module) -> bool:
     """Whether several sequences may share a forward: only attention passes anything from token to token.
 
@@ -302,11 +294,10 @@ def run_rows(
 
 def _run(model: nn.Module, token_ids: Tensor, positions: Tensor, attend: Attend, states: object | None) -> Tensor:
     """[n, T] to [n, T, d]."""
-    body = model.base_model
-    cached = {} if states is None else {cache_keyword(body): states}
-    out = body(
-        input_ids=token_ids.long(), position_ids=positions, use_cache=states is not None, attend=attend, **cached
-    )
+    run = body(model)
+    cached = {} if states is None else {cache_keyword(run): states}
+    with attending(attend):
+        out = run(input_ids=token_ids.long(), position_ids=positions, use_cache=states is not None, **cached)
     return out.last_hidden_state
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.model import cache_keyword
+from spmd_rl.model_parts import body
 
 
 class Key(NamedTuple):
@@ -125,7 +126,7 @@ def state_bytes(model: nn.Module) -> int:
     """What one sequence carries, whatever its length: by a token through each layer that holds a convolution."""
     config, states = model.config.get_text_config(), States()
     hidden = torch.empty(1, 1, config.hidden_size, dtype=model.dtype, device="meta")
-    for module in model.base_model.modules():
+    for module in body(model).modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             tensors = dict(module.named_parameters()) | dict(module.named_buffers())
             on_meta = {name: x.to("meta") for name, x in tensors.items()}
@@ -140,7 +141,7 @@ def clamp_time_steps(model: nn.Module) -> None:
     The form for many tokens clamps softplus(projection + bias) to a layer's limits and that for one token does not:
     here the projection is clamped, so that both do.  Example: 0.001 is a projection of at least -6.907 - bias.
     """
-    for module in model.base_model.modules():
+    for module in body(model).modules():
         low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
         if hasattr(module, "in_proj") and hasattr(module, "dt_bias") and (low > 0 or high < math.inf):
             module.in_proj.register_forward_hook(

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from spmd_rl.attention import spans
-from spmd_rl.model import decoder_layers, head, kv_shape
+from spmd_rl.model import head, kv_shape
+from spmd_rl.model_parts import decoder_layers
 from spmd_rl.trainer.microbatch import MicroBatch
 
 

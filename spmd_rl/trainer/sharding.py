@@ -7,7 +7,7 @@ they have in the model.  Knows nothing of batches, losses or optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.attention import spans
+from spmd_rl.attention import spans, under
 from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import decoder_layers, head, hidden_states
+from spmd_rl.model import head, hidden_states
+from spmd_rl.model_parts import body, decoder_layers
 from spmd_rl.trainer.context_parallel import Part, split_hidden_states, together
 
 
@@ -64,7 +65,7 @@ class Values(nn.Module):
 
     def __init__(self, model: nn.Module, value_head: nn.Linear, context: ProcessGroup | None = None) -> None:
         super().__init__()
-        self.body = model.base_model
+        self.body = body(model)
         self.value_head = value_head
         self.context = context
         self._model = [model]  # in a list, so that its head is no part of this module
@@ -112,7 +113,11 @@ def value_head(model: nn.Module) -> nn.Linear:
 def recompute_layers(model: nn.Module) -> None:
     """Activation checkpointing of each decoder layer, in place; inside the layer's FSDP hooks, so gathered once."""
     for layer in decoder_layers(model):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return checkpoint(under(forward), *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def compute_in(root: LogProbs | Values, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ LAYERS = [
         "run_dir",
         "gguf",
         "model_files",
+        "model_parts",
         "disk",
         "disk_watch",
         "guard",
