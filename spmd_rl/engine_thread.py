@@ -57,6 +57,7 @@ class _Swap:
     weights: Callable[[], Mapping[str, torch.Tensor]]
     version: int
     loaded: Callable[[float], None]
+    after: int  # steps, while anything runs
     cancelled: set[int] = field(default_factory=set)
 
 
@@ -121,16 +122,30 @@ class EngineThread:
             completion, wasted_tokens = request.future.result()
             raise Cancelled(len(completion.token_ids) + wasted_tokens) from None
 
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """As `Engine.score`, between two steps.  Waits for the engine thread."""
+        future: asyncio.Future[np.ndarray] = self._loop.create_future()
+        self._commands.put(lambda: self._answer(future, self.engine.score(token_ids)))
+        return await future
+
     def load(
-        self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, loaded: Callable[[float], None]
+        self,
+        weights: Callable[[], Mapping[str, torch.Tensor]],
+        version: int,
+        loaded: Callable[[float], None],
+        *,
+        after: int = 0,
     ) -> None:
-        """Swap weights between two steps, when `weights()` may wait; then `loaded(pause_s)`, on the engine thread."""
+        """Swap weights between two steps, when `weights()` may wait; then `loaded(pause_s)`, on the engine thread.
+
+        `after`: not before so many more steps, unless nothing runs.
+        """
 
         def command() -> None:
             if self._swap is not None:
                 raise RuntimeError(f"weights {version} arrived before {self._swap.version} were swapped in")
-            self._swap = _Swap(weights, version, loaded)
-            if not self._swap_is_due:
+            self._swap = _Swap(weights, version, loaded, after)
+            if self._is_pinned:
                 self._held_since = time.perf_counter()
 
         self._commands.put(command)
@@ -184,9 +199,14 @@ class EngineThread:
             idle = False
 
     @property
+    def _is_pinned(self) -> bool:
+        """Weights have arrived and are held back."""
+        return self._swap is not None and self._most is not None and self._swap.version > self._most
+
+    @property
     def _swap_is_due(self) -> bool:
         """Weights have arrived and are not held back."""
-        return self._swap is not None and (self._most is None or self._swap.version <= self._most)
+        return self._swap is not None and not self._is_pinned and (self._swap.after <= 0 or not self._running)
 
     def _swap_when_due(self) -> None:
         if not self._swap_is_due:
@@ -217,6 +237,8 @@ class EngineThread:
         recomputes, start = self.engine.recomputes, time.perf_counter()
         finished = self.engine.step()
         seconds = time.perf_counter() - start
+        if self._swap is not None:
+            self._swap.after -= 1
         self.stats.busy_s += seconds
         self.stats.recompute_s += seconds if recomputes else 0.0
         in_slots = self.engine.num_running + len(finished)

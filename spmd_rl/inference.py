@@ -23,6 +23,7 @@ from spmd_rl.envs import Environment
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
 from spmd_rl.model import vocab_size
+from spmd_rl.probe_sampler import BEFORE_SWAP, ProbeSampler
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
 from spmd_rl.tokenizer import Tokenizer
@@ -50,7 +51,11 @@ class InferenceRank:
     ) -> None:
         self._send, self._live = send, live
         self._loop = asyncio.get_running_loop()
-        self._probe_every, self._probe = config.run.probe_every, []
+        self._probes = config.run.probe_every != 0
+        self._first: Fetch | None = None  # the first weights, until they have been probed
+        self._to_probe: dict[int, asyncio.Event] = {}  # versions to come; set right before they are swapped in
+        self._arrived = -1  # the newest version to be swapped in
+        self._probing: set[asyncio.Task[None]] = set()
         self._waits_for_word = config.staleness.on_update == "drain" and config.weights.mode != "disk"
         self._in_place = config.weights.receive == "in_place"
         self._may_swap = threading.Semaphore(0)
@@ -74,6 +79,14 @@ class InferenceRank:
             self._finished,
             lambda attempt: send(Message(Kind.FAILED, asdict(attempt))),
         )
+        self._sampler = ProbeSampler(
+            engine=self._engine,
+            sampling=run_sampling(config, tokenizer)["train"],
+            encode=tokenizer.encode,
+            max_seq_len=config.inference.max_seq_len,
+            recomputes=config.inference.kv_on_update == "recompute",
+            seed=config.run.seed,
+        )
         self._engine.start()
         self._receiver = make_receiver(
             world, config, run_dir, specs=specs, deliver=self._weights_arrived, failed=live.failed
@@ -87,9 +100,8 @@ class InferenceRank:
                 self._episodes.start(work_from(message))
             case Kind.CANCEL:
                 self._episodes.cancel(range(*message.words["tickets"]), message.words["purpose"])
-            case Kind.PROBE:
-                cu_seqlens = message.arrays["cu_seqlens"]
-                self._probe = np.split(message.arrays["token_ids"], cu_seqlens[1:-1])
+            case Kind.SAMPLE:
+                self._start_probe(message.words["number"], message.words["version"])
             case Kind.SWAP if isinstance(self._receiver, DiskReceiver):
                 self._receiver.take(message.words["version"], message.words["checksums"])
             case Kind.SWAP:
@@ -120,6 +132,33 @@ class InferenceRank:
         packed = packing.pack([rollout])
         self._send(Message(Kind.ROLLOUT, {"words": packed.words}, packed.arrays()))
 
+    def _start_probe(self, number: int, version: int | None) -> None:
+        """Of a version to come in small, or of the one that is there in full: rank 0 hears what was sampled."""
+        arrived = None
+        if version is not None:
+            self._to_probe[version] = arrived = asyncio.Event()
+            if self._arrived >= version:  # before this was asked
+                arrived.set()
+        task = self._loop.create_task(self._sample_probe(number, version, arrived))
+        self._probing.add(task)
+        task.add_done_callback(self._probe_ended)
+
+    async def _sample_probe(self, number: int, version: int | None, arrived: asyncio.Event | None) -> None:
+        if arrived is None:
+            first, self._first = self._first, None
+            sample = await self._sampler.at_start(lambda: first().tensors)
+        else:
+            await arrived.wait()
+            sample = await self._sampler.at(version)
+        packed = packing.pack(sample.rollouts, np.ones(len(sample.rollouts), np.float32))
+        words = {"number": number, "version": self._engine.version, "num_tokens": sample.num_tokens}
+        self._send(Message(Kind.SAMPLED, {**words, "words": packed.words}, packed.arrays() | {"scores": sample.scores}))
+
+    def _probe_ended(self, task: asyncio.Task[None]) -> None:
+        self._probing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._live.failed(error)
+
     def _pinned(self, number: int, version: int, held_s: float) -> None:  # on the engine's thread
         message = Message(Kind.PINNED, {"number": number, "version": version, "held_s": held_s})
         self._loop.call_soon_threadsafe(self._send, message)
@@ -127,12 +166,14 @@ class InferenceRank:
     def _weights_arrived(self, version: int, fetch: Fetch) -> None:
         """On the receiver's thread: what can be done beside the engine's steps, then a swap between two of them.
 
-        The swap is acknowledged, and the probe scored under the new weights.
+        The swap is acknowledged.  Where the version is to be probed, a sequence begins before it.
         """
         if not self._in_place:
             self._engine.engine.prepare(fetch().tensors, version)
         if self._waits_for_word and self._engine.version >= 0:
             self._may_swap.acquire()  # unblocked by rank 0's word, once nothing runs that is of the version before
+        if self._probes and self._engine.version < 0:
+            self._first = fetch
 
         def swapped(pause_s: float) -> None:  # on the engine's thread
             self._receiver.release(version)
@@ -140,12 +181,12 @@ class InferenceRank:
             words = {"version": version, "checksums": received.checksums, "receive_s": received.receive_s}
             words["pause_s"] = pause_s
             self._loop.call_soon_threadsafe(self._send, Message(Kind.LOADED, words))
-            if self._probe_every and version % self._probe_every == 0:  # none where the event loop was held up for long
-                scores = [np.empty(0, np.float32), *map(self._engine.engine.score, self._probe)]
-                message = Message(Kind.PROBED, {"version": version}, {"logprobs": np.concatenate(scores)})
-                self._loop.call_soon_threadsafe(self._send, message)
 
-        self._engine.load(lambda: fetch().tensors, version, swapped)
+        self._arrived, after = version, 0
+        if (arrived := self._to_probe.pop(version, None)) is not None:
+            self._loop.call_soon_threadsafe(arrived.set)
+            after = BEFORE_SWAP
+        self._engine.load(lambda: fetch().tensors, version, swapped, after=after)
 
 
 def make_episodes(
@@ -157,29 +198,33 @@ def make_episodes(
     failed: Callable[[FailedAttempt], None],
 ) -> Episodes:
     """Episodes of the run's environments with the run's sampling."""
-    rollout = config.rollout
     return Episodes(
         envs=environments,
         generate=engine.generate,
         engine_version=lambda: engine.version,
-        sampling={
-            purpose: Sampling(
-                max_tokens=rollout.max_tokens,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
-                stop_ids=tokenizer.stop_ids,
-            )
-            for purpose, settings in (("train", rollout), ("eval", config.eval))
-        },
+        sampling=run_sampling(config, tokenizer),
         max_seq_len=config.inference.max_seq_len,
         seed=config.run.seed,
-        max_retries=rollout.max_retries,
+        max_retries=config.rollout.max_retries,
         finished=finished,
         failed=failed,
         decode=tokenizer.decode,
         vocab_size=vocab_size(config.model.path),
     )
+
+
+def run_sampling(config: Config, tokenizer: Tokenizer) -> dict[str, Sampling]:
+    """Of the run's tokens, by purpose."""
+    return {
+        purpose: Sampling(
+            max_tokens=config.rollout.max_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_ids=tokenizer.stop_ids,
+        )
+        for purpose, settings in (("train", config.rollout), ("eval", config.eval))
+    }
 
 
 async def run_inference(

@@ -39,6 +39,7 @@ from torch.distributed import Store
 
 from spmd_rl.disk_watch import DiskWatch
 from spmd_rl.loop_watch import LoopWatch
+from spmd_rl.types import Disagreement
 
 MAIN = "main"
 PATIENCE = 10  # parts of `heartbeat_timeout_s` that pass without an answer; one alone may be a process that was stopped
@@ -235,7 +236,8 @@ class Liveness:
 
     def failed(self, error: BaseException) -> None:
         """This rank has failed with an exception; one that only says that some peer is gone waits for a better one."""
-        text = "".join(traceback.format_exception(error)).rstrip()
+        plain = isinstance(error, Disagreement)
+        text = str(error) if plain else "".join(traceback.format_exception(error)).rstrip()
         self.report(text, after_s=CONSEQUENCE_S if _LOST_PEER.search(str(error)) else 0.0)
 
     def lost(self, peer: int, error: Exception) -> None:

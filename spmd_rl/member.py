@@ -9,11 +9,13 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from spmd_rl.config import Config
 from spmd_rl.engine.lockstep import follow
 from spmd_rl.engine.protocol import Engine
+from spmd_rl.engine.weights import DISTURBED, disturbed
 from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.liveness import Liveness
 from spmd_rl.run_dir import RunDir
@@ -33,6 +35,7 @@ def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, si
     outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
     signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
     arrived: queue.Queue[Received] = queue.Queue()
+    held: list[Received] = []  # the first weights, until others come
 
     receiver = make_receiver(
         world,
@@ -52,11 +55,23 @@ def run_member(world: World, config: Config, run_dir: RunDir, live: Liveness, si
 
     def load(version: int) -> None:
         live.progress(f"waiting for weights {version}")
-        loaded = swap(engine, version, arrived.get)
+        first = not held
+
+        def received() -> Received:
+            held[:] = [arrived.get()]
+            return held[0]
+
+        loaded = swap(engine, version, received)
+        if not first:
+            held[:] = [replace(held[0], tensors={})]
         receiver.release(version)
         outbox.put(loaded)
 
-    follow(engine=engine, group=world.engine_group, load=load, progress=live.progress)
+    def reload(version: int) -> None:
+        tensors = held[0].tensors
+        engine.load_weights(disturbed(tensors) if version == DISTURBED else tensors, version)
+
+    follow(engine=engine, group=world.engine_group, load=load, reload=reload, progress=live.progress)
     live.progress("ending")
     receiver.join(timeout_s=config.run.shutdown_s)
     inbox.join(timeout_s=config.run.shutdown_s)

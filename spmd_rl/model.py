@@ -62,6 +62,13 @@ def vocab_size(folder: str | Path) -> int:
     return load_config(folder).get_text_config().vocab_size
 
 
+def has_experts(folder: str | Path) -> bool:
+    """Whether layers of the model route each token to some of several experts."""
+    text = load_config(folder).get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(text, name, None) or 0) > 1 for name in names)
+
+
 def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     """Layers with attention, key heads, width of a head (the wider one where keys and values differ)."""
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers

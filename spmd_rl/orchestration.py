@@ -17,16 +17,15 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from spmd_rl import checkpoint, disk, history, packing
 from spmd_rl.config import Config
 from spmd_rl.continuation import data_anew
 from spmd_rl.envs import Environment
 from spmd_rl.inference import InferenceRank, work_message
 from spmd_rl.liveness import Failure, Liveness
-from spmd_rl.model import hidden_size
+from spmd_rl.model import has_experts, hidden_size
 from spmd_rl.orchestrator.orchestrator import Links, Orchestrator
+from spmd_rl.orchestrator.probe import Limits, Sampled, Scored
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.verdict import Knobs
 from spmd_rl.orchestrator.weight_exchange import Loaded, Sent, WeightExchange
@@ -94,13 +93,9 @@ async def run_orchestrator(
             words = {"index": index, "save": save, "words": share.words}
             send(rank, Message(Kind.BATCH, words, share.arrays()))
 
-    def probe(sequences: list[np.ndarray]) -> None:
-        arrays = {
-            "token_ids": np.concatenate(sequences),
-            "cu_seqlens": np.cumsum([0, *map(len, sequences)], dtype=np.int64),
-        }
-        for rank in (*world.topology.engine_leaders, *world.trainer_ranks):
-            send(rank, Message(Kind.PROBE, {}, arrays))
+    def score(number: int, packed: Packed) -> None:
+        for rank in world.trainer_ranks:
+            send(rank, Message(Kind.PROBE, {"number": number, "words": packed.words}, packed.arrays()))
 
     def cancel(rank: int, work: GroupWork) -> None:
         words = {"tickets": [work.tickets.start, work.tickets.stop], "purpose": work.purpose}
@@ -118,7 +113,8 @@ async def run_orchestrator(
         stats=lambda number: to_all(world.topology.engine_leaders, Kind.STATS, number=number),
         pin=lambda number, upto: to_all(world.topology.engine_leaders, Kind.PIN, number=number, upto=upto),
         batch=ship,
-        probe=probe,
+        sample=lambda rank, number, version: send(rank, Message(Kind.SAMPLE, {"number": number, "version": version})),
+        score=score,
         finish_training=lambda export, save: to_all(world.trainer_ranks, Kind.STOP, export=export, save=save),
     )
     report = Report(
@@ -158,7 +154,10 @@ async def run_orchestrator(
         writing=live.writing,
         recorded=lambda: keep("running"),
         version=version,
-        exact=config.model.dtype != "bfloat16" and all(place.name == "cpu" for place in world.places),
+        limits=Limits(
+            exact=config.model.dtype != "bfloat16" and all(place.name == "cpu" for place in world.places),
+            experts=has_experts(config.model.path),
+        ),
     )
 
     starts = [asdict(start) for start in history.starts(run_dir)]
@@ -208,8 +207,13 @@ async def run_orchestrator(
                 orchestrator.pin.answered(words["number"], rank, words["version"], words["held_s"])
             case Kind.STATS:
                 orchestrator.counted(rank, words["number"], words["stats"])
+            case Kind.SAMPLED:
+                arrays = {name: array for name, array in message.arrays.items() if name != "scores"}
+                packed = packing.from_arrays(arrays, words["words"])
+                sampled = Sampled(rank=rank, packed=packed, scores=message.arrays["scores"])
+                orchestrator.sampled(rank, words["number"], words["num_tokens"], sampled)
             case Kind.PROBED:
-                orchestrator.scored(rank, words["version"], message.arrays["logprobs"])
+                orchestrator.scored(rank, words["number"], Scored(**message.arrays, seconds=words["seconds"]))
             case Kind.GAVE_UP:
                 orchestrator.trainer_gave_up(rank, words["version"], GuardError(words["text"]))
             case Kind.ASKED:

@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from spmd_rl import checkpoint, disk, packing
 from spmd_rl.config import Config
 from spmd_rl.liveness import Liveness
@@ -40,7 +38,6 @@ class TrainerRank:
         self._world, self._config, self._run_dir, self._live, self._outbox = world, config, run_dir, live, outbox
         self.version = 0
         self._gave_up = False  # on the batch of this version, before it moved a weight: nothing more is trained
-        self._probe: list[np.ndarray] = []
         self._written = threading.Event()  # the newest checkpoint, if any, is on disk and rank 0 was told
         self._written.set()
         live.progress("loading the model")
@@ -66,8 +63,8 @@ class TrainerRank:
     def handle(self, message: Message, waited_s: float) -> None:
         """What rank 0 asks for, but STOP."""
         match message.kind:
-            case Kind.PROBE:
-                self._probe = np.split(message.arrays["token_ids"], message.arrays["cu_seqlens"][1:-1])
+            case Kind.PROBE if not self._gave_up:
+                self._score_probe(message)
             case Kind.BATCH if not self._gave_up:
                 self._train(message, waited_s)
 
@@ -115,10 +112,15 @@ class TrainerRank:
         self._reply(Kind.STEP, metrics=metrics)
         if message.words["save"]:
             self._save(final=False)
-        if self._probe and self.version % self._config.run.probe_every == 0:
-            self._live.progress(f"scoring the probe at version {self.version}")
-            scores = np.concatenate([self._trainer.score(sequence) for sequence in self._probe])
-            self._outbox.put(Message(Kind.PROBED, {"version": self.version}, {"logprobs": scores}))
+
+    def _score_probe(self, message: Message) -> None:
+        """What an engine sampled at this version."""
+        self._live.progress(f"scoring the probe at version {self.version}")
+        start = time.monotonic()
+        share = packing.from_arrays(message.arrays, message.words["words"])
+        scores = self._trainer.score_probe(share)
+        words = {"number": message.words["number"], "version": self.version, "seconds": time.monotonic() - start}
+        self._outbox.put(Message(Kind.PROBED, words, scores))
 
     def _save(self, *, final: bool) -> None:
         """Returns once the state is copied; rank 0 hears when it is on disk."""

@@ -68,6 +68,8 @@ class Kind(IntEnum):
     SENT = 16
     FAILED = 17  # an attempt of an episode
     GAVE_UP = 18  # the trainers, on a batch: they keep the version before it
+    SAMPLE = 19  # sequences for the probe, on an engine's rank
+    SAMPLED = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)

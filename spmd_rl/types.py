@@ -126,6 +126,10 @@ class GuardError(RuntimeError):
     """A guard ends the run: what there is is saved first, and a start from there would end the same way."""
 
 
+class Disagreement(RuntimeError):
+    """Engines and trainers do not compute the same model.  The text says all that is to be said."""
+
+
 class Cancelled(asyncio.CancelledError):
     """A cancelled generation, once the engine has let go of it: `tokens` were sampled for nothing."""
 

@@ -47,7 +47,7 @@ CHOICES = {
 AT_LEAST = {
     "run.steps": 1,
     "run.metrics_interval_s": 0.1,
-    "run.probe_every": 0,
+    "run.probe_every": -1,
     "run.stall_timeout_s": 1,
     "run.shutdown_s": 1,
     "topology.inference": 1,

@@ -42,9 +42,9 @@ class Run:
     metrics_interval_s: float = 10.0
     """seconds between two lines of interval metrics
     [s] lines of kind `interval`"""
-    probe_every: int = 1
-    """versions between two comparisons of engine and trainer on the probe (>= 256 tokens); 0: never
-    [versions] lines of kind `probe`, `probe/kl`; one forward of the trainers each"""
+    probe_every: int = -1
+    """versions between two probes after the one at the start; -1: as often as costs 1% of the time; 0: none at all
+    [versions] lines of kind `probe`, how soon an engine that samples wrongly is found; `probe/cost_s` each"""
     stall_timeout_s: float = 600.0
     """seconds without progress of a rank after which the run fails
     [s] when a run that stands still fails; too low, and slow disks or long episodes end it"""

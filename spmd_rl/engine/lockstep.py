@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spmd_rl.engine.protocol import Engine
+from spmd_rl.engine.weights import DISTURBED
 from spmd_rl.types import JSON, Completion, Sampling
 
 
@@ -32,10 +33,15 @@ class Leader:
         self._engine, self._group = engine, group
         self._plan: list[list[JSON]] = []
         self._digest = 0  # of everything that ended
+        self._newest = -1  # version that members were told to load
 
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def prefill_budget(self) -> int:
+        return self._engine.prefill_budget
 
     @property
     def num_running(self) -> int:
@@ -71,7 +77,10 @@ class Leader:
         self._engine.prepare(tensors, version)
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        self._tell("load", version)
+        """Those of a probe, disturbed or the newest once more, members have already."""
+        again = version in (self._newest, DISTURBED)
+        self._tell("reload" if again else "load", version)
+        self._newest = self._newest if again else version
         self._engine.load_weights(tensors, version)
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -94,6 +103,7 @@ def follow(
     engine: Engine,
     group: ProcessGroup,
     load: Callable[[int], None],  # the weights of a version into the engine, once this rank has them
+    reload: Callable[[int], None],  # those that it has: disturbed, as DISTURBED, or as they are
     progress: Callable[[str], None] = lambda doing: None,
 ) -> None:
     """A member's life: do what the leader does, until it closes.  Waits for the leader's plans."""
@@ -118,6 +128,8 @@ def follow(
                     digest = _digest(digest, engine.step())
                 case "load", (version,):
                     load(version)
+                case "reload", (version,):
+                    reload(version)
                 case "score", (token_ids,):
                     engine.score(np.array(token_ids, np.int32))
                 case "close", ():

@@ -68,7 +68,7 @@ class NativeEngine:
         self._max_slots = max_slots
         self._num_lacking_kv = 0
         self._max_seq_len = max_seq_len
-        self._prefill_budget = prefill_budget
+        self.prefill_budget = prefill_budget
         self._recompute = kv_on_update == "recompute"
         self._deterministic, self._decode = deterministic, decode
         short = functional and LlamaBody.fits(model)
@@ -278,7 +278,7 @@ class NativeEngine:
 
         Layers that carry states begin with a whole prefix: then at least one, and more while they fit.
         """
-        chunks, budget = [], self._prefill_budget
+        chunks, budget = [], self.prefill_budget
         for job in self._jobs:
             if job.base is not None and job.base.last_hidden is None:
                 break
@@ -290,7 +290,7 @@ class NativeEngine:
                     job.hold(layer, *kv[:, :, : job.num_done], 0)
                 job.base = None
             left = len(job.tokens) - job.num_done
-            if self._deterministic and min(left, self._prefill_budget) > budget:
+            if self._deterministic and min(left, self.prefill_budget) > budget:
                 break
             if self._joined is not None and chunks and left > budget:
                 break

@@ -15,6 +15,7 @@ class Engine(Protocol):
     """Driven by one thread, which calls `step` while there is work; nothing here blocks for longer than a step."""
 
     version: int  # of the loaded weights, -1 before the first load
+    prefill_budget: int  # prompt tokens that one step computes, at most
 
     @property
     def num_running(self) -> int:

@@ -149,6 +149,7 @@ class VllmEngine:
             disable_log_stats=True,
             seed=0,
         )
+        self.prefill_budget = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
 
     @property
     def num_running(self) -> int:

@@ -1,6 +1,7 @@
 """What engines of every kind ask at an update: whether its tensors fit the model, and whom it overtakes.
 
-Names are those of `named_parameters()`: a tied head arrives once, as the embedding.
+Names are those of `named_parameters()`: a tied head arrives once, as the embedding.  Also the weights that a probe
+swaps in before the true ones, so that what an engine keeps of them shows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,19 @@ import torch
 from torch import Tensor
 
 from spmd_rl.weights.layout import TensorSpec
+
+DISTURBED = 2**31 - 1  # the version of disturbed weights: no run comes to it
+DISTURBANCE = 2.0
+
+
+def disturbed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights, those of norms and biases doubled (the smallest tensor's where there are none).
+
+    Keys, values and states of every layer are then others, at the price of a copy of the vectors alone.
+    """
+    vectors = {name for name, tensor in tensors.items() if tensor.ndim == 1}
+    chosen = vectors or {min(tensors, key=lambda name: tensors[name].numel())}
+    return {name: tensor * DISTURBANCE if name in chosen else tensor for name, tensor in tensors.items()}
 
 
 def check_update(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], device: torch.device) -> None:

@@ -36,7 +36,8 @@ from spmd_rl.orchestrator.failure_rate import FailureRate
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
 from spmd_rl.orchestrator.metrics_loop import MetricsLoop
 from spmd_rl.orchestrator.order import make_order
-from spmd_rl.orchestrator.probe import compare_probe, make_probe
+from spmd_rl.orchestrator.probe import Limits, Sampled, Scored, check_mismatch
+from spmd_rl.orchestrator.prober import Prober
 from spmd_rl.orchestrator.report import (
     Report,
     batch_metrics,
@@ -79,7 +80,8 @@ class Links:
     stats: Callable[[int], None]  # have every engine answer with its counters, under this number
     pin: Callable[[int, int | None], None]  # (number, version): hold swaps above it; None: swap again
     batch: Callable[[int, Packed, bool], None]  # (index, batch, save afterwards) to all trainers
-    probe: Callable[[list[np.ndarray]], None]  # sequences that engines and trainers score from now on
+    sample: Callable[[int, int, int | None], None]  # (engine, number, version; None: of now, in full) for the probe
+    score: Callable[[int, Packed], None]  # (number, tokens) for the probe, by all trainers
     finish_training: Callable[[bool, bool], None]  # (export, save): the model, a checkpoint, and end
 
 
@@ -103,7 +105,7 @@ class Orchestrator:
         writing: Callable[[Path], AbstractContextManager[None]] = nullcontext,  # while a thread writes there
         recorded: Callable[[], None] = lambda: None,  # called once a step is
         version: int = 0,  # that the trainers start with
-        exact: bool = False,  # engines and trainers compute the same to rounding, see probe.py
+        limits: Limits = Limits(),  # of what engines and trainers compute differently  # noqa: B008 (it is frozen)
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         rollout, staleness, trainer = config.rollout, config.staleness, config.trainer
@@ -111,7 +113,7 @@ class Orchestrator:
         self._difficulty, self.weights = difficulty, weights
         self._on_recorded, self._writing = recorded, writing
         self._recorder, self._report, self._decode, self._clock = recorder, report, decode, clock
-        self._complete_checkpoint, self._exact = complete_checkpoint, exact
+        self._complete_checkpoint, self._limits = complete_checkpoint, limits
         self._first_version, self._last_version = version, config.run.steps
         self._data_from = 0  # version at which the data started
 
@@ -194,7 +196,18 @@ class Orchestrator:
         self._saves: RollCall[Files] = RollCall("checkpoint", (RECORDER, *links.trainers))
         self._final_saves: RollCall[Files] = RollCall("final checkpoint", links.trainers)
         self._stats: RollCall[dict[str, float]] = RollCall("engine counters", links.engines)
-        self._scores: RollCall[np.ndarray] = RollCall("probe", (*links.engines, *links.trainers))
+        recomputes = config.inference.kv_on_update == "recompute"
+        self._prober = Prober(
+            engines=links.engines,
+            trainers=links.trainers,
+            sample=links.sample,
+            score=links.score,
+            every=config.run.probe_every,
+            limits=limits,
+            recomputes=recomputes,
+            clock=clock,
+        )
+        self._is_limited = recomputes or staleness.on_update != "continue"  # what a version sampled is exact of it
         self._failures = {
             purpose: FailureRate(window=2 * rollout.batch_size, most=rollout.max_failure_rate)
             for purpose in ("train", "eval")
@@ -213,7 +226,6 @@ class Orchestrator:
         self._recorded = Policy(version)  # the steps of which are recorded
         self._counted, self._counted_at = 0, clock()  # tokens of all engines, by their last count
         self._num_stats = 0
-        self._probe: list[np.ndarray] = []
         self._save_at: set[int] = set()  # versions to come at which the trainers save
         self._saved_version = -1  # newest whose checkpoint this process has completed
         self._restored_version: int | None = None
@@ -282,7 +294,7 @@ class Orchestrator:
 
     def ledger_summary(self) -> dict[str, object]:
         """Both equations as of now, and for how long the engines have not been counted."""
-        reported = self._counted - self.evals.sampled_tokens
+        reported = self._counted - self._sampled_beside
         closed = self.ledger.summary(in_flight=self.gate.running, waiting=self.gate.waiting, reported=reported)
         return closed | {"engines_counted_s_ago": self._clock() - self._counted_at}
 
@@ -316,8 +328,11 @@ class Orchestrator:
     def counted(self, rank: int, number: int, stats: dict[str, float]) -> None:
         self._stats.answer(number, rank, stats)
 
-    def scored(self, rank: int, version: int, logprobs: np.ndarray) -> None:
-        self._scores.answer(version, rank, logprobs)
+    def sampled(self, rank: int, number: int, num_tokens: int, sampled: Sampled) -> None:
+        self._prober.sampled(number, rank, num_tokens, sampled)
+
+    def scored(self, rank: int, number: int, scored: Scored) -> None:
+        self._prober.scored(number, rank, scored)
 
     # ---- the run
 
@@ -385,8 +400,8 @@ class Orchestrator:
         await self._finish_training(export=False)
         counting = self._later(self._count_engines())
         await asyncio.wait({counting}, timeout=COUNT_S)
-        if counting.done() and not self.gate.running and not self.evals.in_flight:
-            self.ledger.assert_tokens_closed(self._counted - self.evals.sampled_tokens)
+        if counting.done() and not (self.gate.running or self.evals.in_flight or self._prober.in_flight):
+            self.ledger.assert_tokens_closed(self._counted - self._sampled_beside)
 
     async def _trained(self) -> None:
         """Waits until all that the trainers hold is trained, live and recorded; where they gave up, up to there."""
@@ -413,6 +428,8 @@ class Orchestrator:
 
     async def _train(self) -> None:
         evaluates = self._config.eval.every >= 0
+        if self._config.run.probe_every and self._first_version < self._last_version:
+            self._probed(self._first_version, await self._prober.at_start(self._first_version))
         if evaluates and self._first_version == 0:
             await self._evaluate_alone()
         elif self._evaluation_was_cut():
@@ -435,7 +452,8 @@ class Orchestrator:
             await self._evaluate_alone()
         self.path.leave_over()
         self.metrics.tick()
-        self.ledger.assert_tokens_closed(await self._count_engines() - self.evals.sampled_tokens)
+        await self._prober.ended()
+        self.ledger.assert_tokens_closed(await self._count_engines() - self._sampled_beside)
 
     async def _finish_training(self, *, export: bool) -> None:
         """The trainers export and save and end; rank 0 adds its half, and the checkpoint is complete.
@@ -469,13 +487,13 @@ class Orchestrator:
             values["admission/used"] = self.path.used_slots(index)
             self._values[index + 1] = values
             packed = await asyncio.to_thread(self._log, batch)
-            if not self._probe and self._config.run.probe_every:
-                self._probe = make_probe(batch.rollouts)
-                self._links.probe(self._probe)
+            await self._probe(index)
             save = every > 0 and (index + 1) % every == 0 and index + 1 < self._last_version
             self._last_shipped = index
             if save:
                 self._save_at.add(index + 1)
+            if index + 1 < self._last_version:
+                self._prober.plan(index + 1)
             self._links.batch(index, packed, save)
             self._shipped.put_nowait(index + 1)
         self._shipped.put_nowait(None)
@@ -514,8 +532,6 @@ class Orchestrator:
             await self.policy.reached(version)
             await self._audit_tokens()
             self._record_step(version)
-            if self._probe and version % self._config.run.probe_every == 0:
-                self._later(self._compare_probe(version))
             if eval_every > 0 and version % eval_every == 0 and version < self._last_version:
                 self._evaluate_beside()
         await self._evaluations_ended()
@@ -568,7 +584,11 @@ class Orchestrator:
             return None
         metrics = await self._steps.all(version)
         self._stepped_at = self._clock()
-        self._values[version] |= trainer_metrics(metrics) | {"queue/out_depth": self.path.out_depth}
+        values = trainer_metrics(metrics)
+        self._values[version] |= values | {"queue/out_depth": self.path.out_depth}
+        if self._is_limited and self._config.run.probe_every:
+            check_mismatch(values, version=version - 1, limits=self._limits)
+            self._report.mismatched(version - 1, values.get("trainer/mismatch_kl"))
         return version
 
     async def _reload(self, version: int) -> None:
@@ -599,19 +619,35 @@ class Orchestrator:
 
     async def _audit_tokens(self) -> None:
         """No token is accounted for that no engine has counted.  Waits for the engines' answers."""
-        accounted = self.ledger.accounted_tokens + self.evals.sampled_tokens
+        accounted = self.ledger.accounted_tokens + self._sampled_beside
         self.ledger.assert_generated(accounted, await self._count_engines())
 
-    async def _compare_probe(self, version: int) -> None:
-        """Mismatch of engines and trainers on the same tokens at the same version.  Waits for their scores.
+    # ---- probes
 
-        Those of an engine are empty when it took the version before it heard of the probe.
+    async def _probe(self, index: int) -> None:
+        """If it is planned: what an engine samples at version `index`, which no batch may follow before it is scored.
+
+        Waits for the policy, then for the engine; the trainers' scores are waited for beside.
         """
-        *engines, trainer = (await self._scores.all(version))[: len(self._links.engines) + 1]
-        scores = dict(zip(self._links.engines, engines, strict=True))
-        values = compare_probe(trainer, scores, exact=self._exact, version=version)
+        if not self._prober.is_planned(index):
+            return
+        ready = self._clock()
+        await self.policy.reached(index)
+        number, sampled = await self._prober.sample(index)
+        held_s = max(0.0, self._clock() - max(ready, self._stepped_at))
+        self._later(self._compare_probe(number, sampled, index, held_s))
+
+    async def _compare_probe(self, number: int, sampled: Sampled, version: int, held_s: float) -> None:
+        self._probed(version, await self._prober.compare(number, sampled, version, held_s=held_s))
+
+    def _probed(self, version: int, values: Mapping[str, float]) -> None:
         self._recorder.write("probe", version, values)
         self._report.probed(version, values)
+
+    @property
+    def _sampled_beside(self) -> int:
+        """Tokens of evaluations and probes, which the ledger does not count."""
+        return self.evals.sampled_tokens + self._prober.sampled_tokens
 
     # ---- evaluation, checkpoints, intervals
 

@@ -19,7 +19,7 @@ from spmd_rl.bounds import Bound
 from spmd_rl.orchestrator.ages import AgeStats
 from spmd_rl.orchestrator.engine_figures import EngineFigures
 from spmd_rl.orchestrator.eval_sink import EvalReport
-from spmd_rl.orchestrator.probe import MUCH_KL
+from spmd_rl.orchestrator.probe import MUCH_KL, together
 from spmd_rl.orchestrator.verdict import Knobs, Signals, diagnose
 from spmd_rl.types import Batch, Finish, Rollout
 from spmd_rl.user_code import escaped
@@ -117,7 +117,10 @@ class Report:
         self._evals: list[tuple[int, Mapping[str, float], Sequence[Rollout]]] = []  # the first and the last
         self._failures: Counter[str] = Counter()  # rollouts by what they failed of
         self._num_skipped = 0  # rollouts, by this process
-        self._worst_probe: float | None = None
+        self._probe: dict[str, float] = {}  # the worst of all, by metric
+        self._sampled_kl: float | None = None  # of the newest probe
+        self._mismatch: float | None = None  # of batches, the worst; where one has no such tokens, the newest probe's
+        self._probe_s = self._probe_start_s = 0.0  # that training was held up, by this process
 
     def restore(self, records: Iterable[Mapping[str, object]]) -> None:
         """Go on from what the run recorded up to the version that is resumed."""
@@ -130,8 +133,8 @@ class Report:
             elif record["kind"] == "eval":
                 values = {name: value for name, value in record.items() if name.startswith("eval/")}
                 self._evals = [*self._evals[:1], (version, values, [])]
-            elif record["kind"] == "probe" and (kl := record.get("probe/kl")) is not None:
-                self._worst_probe = max(self._worst_probe or 0.0, kl)
+            elif record["kind"] == "probe":
+                self._add_probe(record)
         self._resumed_at = self.version
 
     # ---- while it goes on
@@ -195,16 +198,28 @@ class Report:
         return {f"failures/{kind}": count for kind, count in self._failures.items()}
 
     def probed(self, version: int, values: Mapping[str, float]) -> None:
-        kl = values.get("probe/kl")
-        if kl is None:  # all engines missed it
-            return
-        if not kl <= max(self._worst_probe or 0.0, MUCH_KL):
+        names = ("probe/sampled_kl", "probe/kl")
+        kl, before = (max(known.get(name, 0.0) for name in names) for known in (values, self._probe))
+        if not kl <= max(before, MUCH_KL):
             self.say(
                 f"warning: at version {version} engines compute other log-probs than trainers, by {kl:.2g} nats per "
                 f"token (the worst so far, more than {MUCH_KL:g}): their kernels differ much, or an engine does not "
                 "compute with the weights that it received"
             )
-        self._worst_probe = max(self._worst_probe or 0.0, kl)
+        if self._first_step is None:
+            self._probe_start_s += values["probe/cost_s"]
+        else:
+            self._probe_s += values["probe/cost_s"]
+        self._add_probe(values)
+
+    def mismatched(self, version: int, kl: float | None) -> None:
+        """Of the tokens of a batch that the trained version sampled."""
+        if kl is not None and not kl <= max(self._mismatch or 0.0, MUCH_KL):
+            self.say(
+                f"warning: tokens that version {version} sampled have other log-probs in training on it, by {kl:.2g} "
+                f"nats per token (the worst so far, more than {MUCH_KL:g}): engines' and trainers' kernels differ "
+                "much, or an environment gives back other tokens than were sampled"
+            )
 
     # ---- at the end
 
@@ -261,7 +276,12 @@ class Report:
             "signals": asdict(signals),
             "engines": self.engines.summary(),
             "parked_s": self._parked_s,
-            "probe_kl_max": self._worst_probe,
+            "probe_kl_max": self._probe.get("probe/kl"),
+            "sampled_kl_max": self._probe.get("probe/sampled_kl"),
+            "sampled_max": self._probe.get("probe/sampled_max"),
+            "mismatch_kl_max": self._mismatch,
+            "probe_start_s": self._probe_start_s,
+            "probe_share": _part(self._probe_s, self._training_s()),
             "tokens_trained": self._trained_tokens,
             "eval_first": self._evals[0][1] if self._evals else None,
             "eval_last": self._evals[-1][1] if self._evals else None,
@@ -300,7 +320,12 @@ class Report:
             "idle trainer / engine": f"{_share(summary['trainer_idle'])} / {_share(summary['engine_idle'])}",
             **_shares_of_engines(summary["engines"]),
             **dropped,
-            "mismatch KL, probe": _number(summary["probe_kl_max"], ".1e"),
+            "mismatch KL, probe": (
+                f"{_number(summary['sampled_kl_max'], '.1e')}   (largest difference of a sampled token "
+                f"{_number(summary['sampled_max'], '.1e')}; {summary['probe_start_s']:.1f} s at the start, then "
+                f"{100 * summary['probe_share']:.1f}% of the time)"
+            ),
+            "mismatch KL, batches": _number(summary["mismatch_kl_max"], ".1e"),
             "bottleneck": f"{summary['bottleneck']}: {summary['advice']}",
             **paths,
         }
@@ -334,6 +359,15 @@ class Report:
         self._num_steps += 1
         self._trained_tokens += values["trainer/tokens"]
         self._parked_s += values["time/parked_s"]
+        mismatch = values.get("trainer/mismatch_kl", self._sampled_kl)
+        if mismatch is not None:
+            self._mismatch = max(self._mismatch or 0.0, mismatch)
+
+    def _add_probe(self, values: Mapping[str, object]) -> None:
+        """Of this process or of one before."""
+        self._sampled_kl = values.get("probe/sampled_kl", self._sampled_kl)
+        numbers = {name: value for name, value in values.items() if name.startswith("probe/") and value is not None}
+        self._probe = together([self._probe, numbers])
 
     def _training_s(self) -> float:
         """From the first admission of this process to its last step."""

@@ -16,6 +16,7 @@ models.  The names:
 | `kl_behavior_proximal` | k3 estimate: how far the data is off-policy, in nats per token |
 | `kl_reference` | the chosen estimate of KL(current, reference); 0 without a reference |
 | `mismatch_kl`, `mismatch_tokens` | k3 over the tokens that the trained version sampled; left out if none |
+| `mismatch_max` | the largest difference of log-probs of such a token; left out if there is none |
 | `value_loss`, `value_mean` | of the critic; left out without one |
 | `tokens` | loss tokens of the batch, each once however many epochs there are |
 | `computed_tokens` | those whose log-prob was computed (advantage 0 is skipped where that changes nothing) |
@@ -46,7 +47,7 @@ MEANS = (
 CRITIC_MEANS = ("value_loss", "value_mean")
 COUNTS = ("computed_tokens", "mismatch_tokens")  # of the batch
 WORK = ("input_tokens", "shared_tokens")  # in all epochs
-MAXIMA = ("ratio_max", "importance_max")
+MAXIMA = ("ratio_max", "importance_max", "mismatch_max")
 PERCENTILES = (1, 50, 99)
 _SUMS = (*MEANS, *CRITIC_MEANS, *COUNTS, *WORK, "loss", "mismatch_kl")
 _BIN = 0.01  # of the log importance weight
@@ -89,7 +90,9 @@ class Totals:
         }
         device = self.sums.device
         self.sums += torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=device) for name in _SUMS])
-        maxima = torch.stack([result.maxima[name].double() for name in MAXIMA])
+        difference = torch.where(on_version, (rows.behavior - rows.proximal.detach()).abs(), 0.0)
+        largest = {**result.maxima, "mismatch_max": difference.max()}
+        maxima = torch.stack([largest[name].double() for name in MAXIMA])
         self.maxima = torch.maximum(self.maxima, maxima)
         places = ((result.importance.log() + LOG_RATIO_BOUND) / _BIN).round().nan_to_num().long()
         self.bins += torch.bincount(places.clamp(0, len(self.bins) - 1), minlength=len(self.bins))
@@ -104,7 +107,9 @@ class Totals:
         metrics |= {name: sums[name] / computed for name in (*MEANS, *(CRITIC_MEANS if self._critic else ()))}
         metrics |= {name: sums[name] / num_epochs for name in COUNTS} | {name: sums[name] for name in WORK} | maxima
         metrics |= {f"importance_p{p}": _percentile(both[len(_SUMS) :], p) for p in PERCENTILES}
-        if sums["mismatch_tokens"]:
+        if not sums["mismatch_tokens"]:
+            del metrics["mismatch_max"]
+        else:
             metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["mismatch_tokens"]
         return metrics
 

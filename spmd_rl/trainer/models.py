@@ -129,10 +129,10 @@ class Models:
                 root.set_reshard_after_backward(last)
 
     @torch.no_grad()
-    def score(self, token_ids: Tensor) -> Tensor:  # [T] to [T - 1] float32
-        """Log-prob of each token but the first given those before it, at temperature 1."""
+    def score(self, token_ids: Tensor, temperature: float) -> Tensor:  # [T] to [T - 1] float32
+        """Log-prob of each token but the first given those before it."""
         rows = torch.arange(len(token_ids) - 1, device=self.device)
-        logprobs, _, _ = self.policy(token_ids[:-1], [0, len(rows)], rows, token_ids[1:], 1.0)
+        logprobs, _, _ = self.policy(token_ids[:-1], [0, len(rows)], rows, token_ids[1:], temperature)
         self.drop(self.policy)
         return logprobs.float()
 

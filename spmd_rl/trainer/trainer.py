@@ -365,12 +365,37 @@ class Trainer:
     def score(
         self,
         token_ids: np.ndarray,  # [T] ints, the same on all ranks
+        temperature: float = 1.0,
     ) -> np.ndarray:  # [T] float32
-        """Log-prob of each token given those before it, at temperature 1; the first is 0."""
+        """Log-prob of each token given those before it, alone in a forward; the first is 0."""
         scores = np.zeros(len(token_ids), np.float32)
         if len(token_ids) > 1:
             ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(self.device)
-            scores[1:] = self.models.score(ids).cpu().numpy()
+            scores[1:] = self.models.score(ids, temperature).cpu().numpy()
+        return scores
+
+    def score_probe(
+        self,
+        share: Share,  # the same on all ranks, each ticket once, no advantage 0
+    ) -> dict[str, np.ndarray]:  # [T] float32 each
+        """What engines sampled: `packed` as it would be trained, each sequence `alone`, and that at temperature 1.
+
+        The first two at the temperature of sampling; packed is 0 off the loss mask.
+        """
+        sequences = np.split(share.token_ids, share.cu_seqlens[1:-1])
+        alone = np.concatenate([self.score(sequence, self.temperature) for sequence in sequences])
+        plain = alone if self.temperature == 1 else np.concatenate([self.score(sequence) for sequence in sequences])
+        return {"packed": self._score_packed(share), "alone": alone, "plain": plain}
+
+    @torch.no_grad()
+    def _score_packed(self, share: Share) -> np.ndarray:  # [T] float32
+        scores = np.zeros(len(share.token_ids), np.float32)
+        starts = dict(zip(share.ticket.tolist(), share.cu_seqlens.tolist(), strict=False))
+        for micro in chain.from_iterable(part.micro_batches for part in self.cut(share)):
+            logprobs, _, _ = self._forward(micro)
+            begin = np.array([starts[ticket] for ticket in micro.tickets])
+            scores[begin[micro.sequence] + micro.positions] = logprobs.float().cpu().numpy()
+        self.models.drop(self.models.policy)
         return scores
 
     def state_dict(self) -> dict[str, object]:

@@ -29,9 +29,8 @@ class Job:
 
     @property
     def probe_difference(self) -> float:
-        """Largest between log-probs of engines and trainer at one version."""
-        probes = [probe for probe in self.metrics("probe") if "probe/max_difference" in probe]  # not missed
-        return max(probe["probe/max_difference"] for probe in probes)
+        """Largest between log-probs of engines and trainer at one version, of sampled tokens and of whole forwards."""
+        return max(max(probe["probe/max_difference"], probe["probe/sampled_max"]) for probe in self.metrics("probe"))
 
     def metrics(self, kind: str) -> list[dict]:
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()

@@ -1,5 +1,6 @@
 """Whatever fails: one error that names the rank, everybody gone in time, a non-zero exit code."""
 
+import re
 import signal
 import time
 
@@ -191,7 +192,19 @@ def test_weights_that_are_damaged_on_disk_end_the_run_before_an_engine_has_them(
     assert summary(tmp_path)["version"] == 0
 
 
-def test_an_engine_that_takes_weights_and_computes_with_older_ones_is_found_by_the_probe(tmp_path):
-    with LiveJob(tmp_path, "eval.every=-1", "run.steps=1000", module="tests.end_to_end.stale_engine") as job:
+FAULTS = {
+    "stale_engine": r"wrong weights in the engine of rank 0: at version 2 .* where float32 allows 0\.001: it does not",
+    "faulty_engine": r"engine of rank 0 does not sample from the model that is trained: at version 0 .* keeps of run",
+}
+
+
+@pytest.mark.parametrize("module", ["stale_engine", pytest.param("faulty_engine", marks=pytest.mark.full)])
+def test_an_engine_that_samples_from_another_model_is_found_by_the_probe_and_ends_the_run_in_one_line(tmp_path, module):
+    """It takes weights and computes with older ones; it keeps what older ones made of running sequences."""
+    settings = ["eval.every=-1", "run.steps=1000", "run.probe_every=1"]
+    with LiveJob(tmp_path, *settings, module=f"tests.end_to_end.{module}") as job:
         job.wait_for("run failed")
-        assert_failed(job, tmp_path, 0, "inference", "wrong weights in the engine of rank 0: at version 2 ")
+        assert_failed(job, tmp_path, 0, "inference", re.search(FAULTS[module], job.output)[0])
+        (line,) = {line for line in job.output.splitlines() if "run failed" in line}
+        assert re.search(rf"run failed: rank 0 \(inference\) failed: (the )?{FAULTS[module]}", line)
+    assert len(summary(tmp_path)["error"].splitlines()) == 1

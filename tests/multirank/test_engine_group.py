@@ -1,6 +1,7 @@
 """An engine's ranks among the ranks of a job: the lent default group, and lock-step behind a leader."""
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def lead_or_follow(rank: int, folder: str) -> list:
             engine.load_weights(dict(random_model(version).named_parameters()), version)
             seen.append((version, engine.num_running))
 
-        follow(engine=engine, group=group, load=load)
+        follow(engine=engine, group=group, load=load, reload=load)
         return seen
     leader = Leader(engine=engine, group=group)
     leader.load_weights(weights, 0)
@@ -102,7 +103,8 @@ def diverges(rank: int, folder: str, then: str) -> None:
     engine, _ = engine_of_version(folder, 0)
     weights = dict(random_model(rank).named_parameters())
     if rank == 1:
-        follow(engine=engine, group=group, load=lambda version: engine.load_weights(weights, version))
+        load = partial(engine.load_weights, weights)
+        follow(engine=engine, group=group, load=load, reload=load)
         return
     leader = Leader(engine=engine, group=group)
     leader.load_weights(weights, 0)

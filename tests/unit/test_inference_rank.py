@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from spmd_rl import config
+from spmd_rl import config, packing
 from spmd_rl.inference import InferenceRank
 from spmd_rl.run_dir import RunDir
 from spmd_rl.tiny_model import make, random_model
 from spmd_rl.transport import Kind, Message
+from spmd_rl.types import Rollout
 from spmd_rl.weights.checksum import tensor_checksum
 from spmd_rl.weights.disk import folder_of
 
@@ -27,18 +28,18 @@ def take(version: int, run_dir: RunDir) -> Message:
     return Message(Kind.SWAP, {"version": version, "checksums": checksums})
 
 
-def probe(*sequences: list[int]) -> Message:
-    token_ids, lengths = np.concatenate(sequences).astype(np.int32), [0, *map(len, sequences)]
-    return Message(Kind.PROBE, {}, {"token_ids": token_ids, "cu_seqlens": np.cumsum(lengths, dtype=np.int64)})
+def asked(number: int, version: int | None) -> Message:
+    return Message(Kind.SAMPLE, {"number": number, "version": version})
 
 
-def test_every_version_that_is_to_be_probed_is_answered_with_nothing_before_the_probe_has_come(tmp_path):
+def test_an_engine_samples_for_the_probe_at_the_version_that_is_asked_for(tmp_path):
+    """In full at the first, with a sequence that lives through the swap at the next, and late."""
     make(tmp_path / "model")
-    settings = [f"model.path={tmp_path}/model", "weights.mode=disk", "run.probe_every=2"]
+    settings = [f"model.path={tmp_path}/model", "weights.mode=disk", "rollout.temperature=0.5"]
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
 
-    async def main() -> dict[int, np.ndarray]:
+    async def main() -> dict[int, Message]:
         answers: asyncio.Queue[Message | BaseException] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         rank = InferenceRank(
@@ -52,21 +53,52 @@ def test_every_version_that_is_to_be_probed_is_answered_with_nothing_before_the_
             send=answers.put_nowait,
             environments={},
         )
-        scores = {}
-        for version in range(5):
-            if version == 3:
-                rank.handle(probe([5, 6, 7], [8, 9]))
+        sampled = {}
+
+        async def answered(kind: Kind) -> Message:
+            answer = await asyncio.wait_for(answers.get(), 60.0)
+            assert getattr(answer, "kind", answer) == kind
+            return answer
+
+        for version in range(3):
+            if version == 1:
+                rank.handle(asked(1, version))
             rank.handle(take(version, run_dir))
-            kinds = [Kind.LOADED, Kind.PROBED] if version % 2 == 0 else [Kind.LOADED]
-            for kind in kinds:
-                answer = await asyncio.wait_for(answers.get(), 20.0)
-                assert (answer.kind, answer.words["version"]) == (kind, version)
-            if kind is Kind.PROBED:
-                scores[version] = answer.arrays["logprobs"]
+            assert (await answered(Kind.LOADED)).words["version"] == version
+            if version != 1:
+                rank.handle(asked(version, version or None))
+            sampled[version] = await answered(Kind.SAMPLED)
+            assert (sampled[version].words["number"], sampled[version].words["version"]) == (version, version)
+        rank.handle(Message(Kind.STATS, {"number": 9}))
+        counted = (await answered(Kind.STATS)).words["stats"]["tokens"]
+        assert counted == sum(answer.words["num_tokens"] for answer in sampled.values())
         rank.close(60.0)
         assert answers.empty()
-        return scores
+        return sampled
 
-    scores = asyncio.run(main())
-    assert [len(scores[version]) for version in (0, 2, 4)] == [0, 0, 5]
-    assert (scores[4] < 0).tolist() == [False, True, True, False, True]
+    sampled = asyncio.run(main())
+    versions = {}
+    for version, answer in sampled.items():
+        arrays = {name: array for name, array in answer.arrays.items() if name != "scores"}
+        rollouts = packing.unpack(packing.from_arrays(arrays, answer.words["words"]))
+        versions[version] = [rollout.versions[rollout.loss_mask] for rollout in rollouts]
+        expected = model_scores(version, rollouts)
+        np.testing.assert_allclose(answer.arrays["scores"], np.concatenate([e[0] for e in expected]), atol=1e-5)
+        for rollout, (_, cooled) in zip(rollouts, expected, strict=True):
+            mine = rollout.versions == version
+            np.testing.assert_allclose(rollout.behavior_logprobs[mine], cooled[mine], atol=1e-5)
+    assert [len(set(v)) for v in versions[0]] == [1] * 5 + [2, 2] and {v[-1] for v in versions[0]} == {0}
+    assert {len(set(v)) for v in versions[1]} <= {1, 2} and versions[1][-1][-1] == 1
+    assert [set(v) for v in versions[2]] == [{2}]
+
+
+def model_scores(version: int, rollouts: list[Rollout]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """By plain transformers: log-probs at temperature 1 and at 0.5."""
+    model, scores = random_model(version), []
+    for rollout in rollouts:
+        ids = torch.from_numpy(rollout.token_ids).long()
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        at = [(logits / t).log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy() for t in (1.0, 0.5)]
+        scores.append(tuple(np.concatenate([np.zeros(1), s]) for s in at))
+    return scores

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import threading
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -11,12 +10,15 @@ import numpy as np
 import pytest
 
 from spmd_rl import config as config_module
+from spmd_rl import packing
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.orchestrator import Links, Orchestrator
+from spmd_rl.orchestrator.probe import Limits, Sampled, Scored
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.weight_exchange import Loaded, Sent, WeightExchange
 from spmd_rl.run_dir import RunDir
 from spmd_rl.task_stream import TaskStream
+from spmd_rl.types import Disagreement, Rollout
 from tests import fakes
 from tests.unit.test_resume import state as saved
 
@@ -29,11 +31,12 @@ COUNTERS = ("busy_s", "slot_s", "waiting_s", "kv_waiting_s", "kv_used", "version
 class Ranks:
     """One engine and one trainer: what either is asked for is answered in the next turn of the loop."""
 
-    def __init__(self, folder, *, steps=6, version=0, shutdown_s=60.0, num_tasks=None, exact=False, **sections):
+    def __init__(self, folder, *, steps=6, version=0, shutdown_s=60.0, num_tasks=None, limits=None, **sections):
         self.lines: list[tuple[str, int]] = []  # of metrics: kind and version
         self.values: dict[tuple[str, int], dict] = {}  # of those
-        self.probe: list | None = None
-        self.engine_scores = lambda version: []  # of the probe
+        self.scored = lambda version: -1.0  # by the trainer: the log-prob of each token that was sampled for a probe
+        self.probed: list[tuple[int, int]] = []  # version that trainers held, and sequences that they scored
+        self.sampled: list[tuple[int, int | None]] = []  # probes that the engine was asked for: number and version
         self.saved: list[tuple[int, list]] = []  # checkpoints: version, and the lines at that moment
         self.state: tuple = ()  # of the newest checkpoint
         self.evaluating: list = []  # works of evaluations in flight
@@ -47,7 +50,8 @@ class Ranks:
         self._tokens, self._changed = 0, asyncio.Event()
         self.now = 0.0  # by the orchestrator's clock
         self.version = version
-        tree = {"run": {"steps": steps, "metrics_interval_s": 1000.0, "shutdown_s": shutdown_s}, "model": {"path": "x"}}
+        run = {"steps": steps, "metrics_interval_s": 1000.0, "shutdown_s": shutdown_s, "probe_every": 0}
+        tree = {"run": run, "model": {"path": "x"}}
         tree |= {"env": {"fake": {"path": "a:b"}}, "rollout": {"batch_size": 4, "group_size": 2}}
         tree |= {"eval": {"every": 2, "num_tasks": 3}, **sections}
         config = config_module.from_tree(tree)
@@ -76,7 +80,8 @@ class Ranks:
                 stats=lambda number: self._soon(self._count, number),
                 pin=lambda number, upto: self._soon(self.orchestrator.pin.answered, number, ENGINE, self.version, 0.0),
                 batch=lambda index, packed, save: self._soon(self._train, index + 1, save),
-                probe=lambda sequences: setattr(self, "probe", sequences),
+                sample=self._sample,
+                score=self._score,
                 finish_training=self._finish,
             ),
             weights=self.weights,
@@ -92,7 +97,7 @@ class Ranks:
             decode=self._decode,
             complete_checkpoint=self._complete,
             version=version,
-            exact=exact,
+            limits=limits or Limits(),
             clock=lambda: self.now,
         )
 
@@ -169,9 +174,29 @@ class Ranks:
         self.weights.sent(TRAINER, self.version, sent)
         for rank, checksums in self.held.items():
             self.weights.loaded(rank, self.version, Loaded(checksums=checksums, receive_s=0.0, pause_s=0.0))
-        if self.probe:
-            self.orchestrator.scored(TRAINER, self.version, np.array([0.0, -1.0, -2.0], np.float32))
-            self.orchestrator.scored(ENGINE, self.version, np.array(self.engine_scores(self.version), np.float32))
+        for number, version in self.sampled:
+            if version == self.version:
+                self._sampled(number)
+
+    def _sample(self, rank, number, version) -> None:
+        self.sampled.append((number, version))
+        if version is None:
+            self._soon(self._sampled, number)
+
+    def _sampled(self, number) -> None:
+        """Two tokens, at the version of now."""
+        rollout = Rollout(env="probe", task_id="")
+        rollout.append(np.array([1, 2]))
+        rollout.append(np.array([3, 4]), np.full(2, -1.0), np.full(2, self.version))
+        self._tokens += 2
+        sampled = Sampled(rank=ENGINE, packed=packing.pack([rollout]), scores=np.full(4, -1.0, np.float32))
+        self.orchestrator.sampled(ENGINE, number, 2, sampled)
+
+    def _score(self, number, packed) -> None:
+        self.probed.append((self.version, len(packed)))
+        scores = np.full(len(packed.token_ids), self.scored(self.version), np.float32)
+        scored = Scored(packed=scores, alone=scores, plain=np.full_like(scores, -1.0), seconds=0.25)
+        self._soon(self.orchestrator.scored, TRAINER, number, scored)
 
     def _complete(self, version, words, rollouts, files) -> None:
         self.may_write.wait()
@@ -204,36 +229,84 @@ def test_every_step_and_every_evaluation_is_recorded_once(tmp_path):
     asyncio.run(main())
 
 
-def test_a_probe_that_an_engine_missed_is_waited_for_by_nobody(tmp_path):
+def test_trainers_score_a_probe_at_the_version_that_sampled_it_before_they_train(tmp_path):
     async def main():
-        ranks = Ranks(tmp_path, steps=3)
-        ranks.engine_scores = lambda version: [0.0, -1.5, -2.0] if version > 1 else []
+        ranks = Ranks(tmp_path, run={"steps": 6, "metrics_interval_s": 1000.0, "probe_every": 2})
         async with ranks.running() as task:
             assert await task == "done"
-        missed, first, second = (ranks.values["probe", version] for version in (1, 2, 3))
-        assert missed == {"probe/missed": 1}
-        assert (
-            first
-            == second
-            == {
-                "probe/missed": 0,
-                "probe/kl": pytest.approx((math.exp(0.5) - 1.5) / 3),
-                "probe/max_difference": 0.5,
-                "probe/tokens": 2,
-            }
-        )
+        assert ranks.sampled == [(1, None), (2, 2), (3, 4)]  # nothing is trained at 6
+        assert ranks.probed == [(0, 1), (2, 3), (4, 3)]  # beside a short and a long one of the first
+        assert ranks.count("probe") == {0: 1, 2: 1, 4: 1}
+        assert ranks.values["probe", 2]["probe/tokens"] == 2
+        assert ranks.values["probe", 2]["probe/cost_s"] == 0.25
+        summary = ranks.orchestrator.ledger_summary()
+        assert summary["in_flight_tokens"] == 0 and ranks._tokens > summary["generated_tokens"] > 0
 
     asyncio.run(main())
 
 
-def test_an_engine_that_does_not_compute_with_what_it_received_ends_the_run_by_name(tmp_path):
+@pytest.mark.parametrize("every", [1, 0])
+def test_an_explicit_number_of_versions_between_probes_is_obeyed(tmp_path, every):
     async def main():
-        ranks = Ranks(tmp_path, eval={"every": -1}, exact=True)
-        ranks.engine_scores = lambda version: [0.0, -1.0, -2.0 if version < 3 else -2.5]
+        ranks = Ranks(tmp_path, run={"steps": 4, "metrics_interval_s": 1000.0, "probe_every": every})
         async with ranks.running() as task:
-            with pytest.raises(RuntimeError, match="wrong weights in the engine of rank 0: at version 3 "):
+            assert await task == "done"
+        assert ranks.count("probe") == ({0: 1, 1: 1, 2: 1, 3: 1} if every else {})
+
+    asyncio.run(main())
+
+
+def test_by_default_a_probe_comes_after_the_first_step_and_then_when_it_costs_a_hundredth_of_the_time(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, run={"steps": 60, "metrics_interval_s": 1000.0}, eval={"every": -1})
+        train = ranks._train
+
+        def in_seconds(version, save):
+            ranks.now += 2.0
+            train(version, save)
+
+        ranks._train = in_seconds
+        async with ranks.running() as task:
+            assert await task == "done"
+        assert list(ranks.count("probe")) == [0, 1, 15, 29, 43, 57]  # 0.25 s of 28
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_not_trained_on_after_all_is_sampled_and_counted(tmp_path):
+    async def main():
+        every = {"steps": 9, "metrics_interval_s": 1000.0, "probe_every": 3}
+        ranks = Ranks(tmp_path, run=every, num_tasks=6)  # three batches
+        async with ranks.running() as task:
+            assert await task == "done"
+        assert ranks.sampled[-1][1] == 3 and ranks.count("probe") == {0: 1}
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_samples_from_another_model_ends_the_run_by_name(tmp_path):
+    async def main():
+        every = {"steps": 6, "metrics_interval_s": 1000.0, "probe_every": 1}
+        ranks = Ranks(tmp_path, eval={"every": -1}, run=every, limits=Limits(exact=True))
+        ranks.scored = lambda version: -1.0 if version < 3 else -1.5
+        async with ranks.running() as task:
+            with pytest.raises(Disagreement, match=r"rank 0 does not sample from .*: at version 3 .* 0\.5 where"):
                 await task
-        assert [ranks.values["probe", version]["probe/max_difference"] for version in (1, 2)] == [0.0, 0.0]
+        assert [ranks.values["probe", version]["probe/sampled_max"] for version in range(3)] == [0.0] * 3
+
+    asyncio.run(main())
+
+
+def test_tokens_of_a_batch_that_the_trained_version_sampled_end_the_run_if_they_differ(tmp_path):
+    async def main():
+        ranks = Ranks(tmp_path, run={"steps": 6, "metrics_interval_s": 1000.0}, limits=Limits(exact=True))
+        step = {**STEP, "mismatch_kl": 1e-7, "mismatch_max": 0.002}
+        ranks._train = lambda version, save: ranks.orchestrator.stepped(
+            TRAINER, version, {f"trainer/{name}": value for name, value in step.items()}
+        )
+        async with ranks.running() as task:
+            with pytest.raises(Disagreement, match=r"training version 0: .* up to 0\.002 where float32 allows 0\.001"):
+                await task
 
     asyncio.run(main())
 

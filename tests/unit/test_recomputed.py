@@ -187,7 +187,7 @@ GENERAL = {
     r"^reward/.*/.*": "reward/ENV/PART",
     r"^failures/.*": "failures/NAME",
 }
-ELSEWHERE = {"probe/kl", "probe/max_difference", "probe/tokens"}  # tests of the probe show them
+ELSEWHERE = {"probe/kept_kl"}  # with inference.kv_on_update = "keep" alone: tests of the probe show it
 
 
 def described(heading: str) -> set[str]:

@@ -31,7 +31,7 @@ def step(version: int) -> dict[str, object]:
     values = batch_metrics(batch, given_up={"filtered": [], "dropped": []}, usable=lambda _: True)
     values |= {"reward": version / 8, "trainer/wait_s": float(version), "trainer/step_s": 1.0}
     values |= {"trainer/tokens": 3, "trainer/tokens_per_s": 3.0, "time/parked_s": 0.25, "time/held_back_s": 0.0}
-    values |= {"weights/update_norm": 1.0}
+    values |= {"weights/update_norm": 1.0} | ({"trainer/mismatch_kl": 1e-9 * version} if version < 4 else {})
     return values
 
 
@@ -43,9 +43,14 @@ def train(of: Report, lines: list[dict], versions: range) -> None:
         values = step(version) | of.failures()
         lines.append({"kind": "step", "version": version, **values})
         of.step(version, values)
-        probe = {"probe/kl": 1e-6 / version} if version % 2 else {"probe/missed": 1}
-        lines.append({"kind": "probe", "version": version, **probe})
-        of.probed(version, probe)
+        if version % 2:
+            probe = {
+                "probe/kl": 1e-6 / version,
+                "probe/sampled_kl": 1e-7 * version,
+                "probe/sampled_max": 1e-4 / version,
+            }
+            lines.append({"kind": "probe", "version": version, **probe, "probe/cost_s": 0.0})
+            of.probed(version, probe | {"probe/cost_s": 0.0})
         scored = {"eval/fake/reward": version / 10}
         lines.append({"kind": "eval", "version": version, **scored})
         of.evaluated(version, EvalReport(eval_id="", envs={}), scored, [failed])
@@ -65,6 +70,8 @@ def test_a_resume_goes_on_from_what_was_recorded_and_its_times_are_its_own():
     assert (summary["steps"], summary["age_max"], summary["tokens_trained"], summary["resumed_at"]) == (8, 2, 24, 5)
     assert (summary["reward_first"], summary["reward_last"]) == (3 / 8, 6 / 8)  # versions 1 … 5 and 4 … 8
     assert (summary["eval_first"], summary["failures"]) == ({"eval/fake/reward": 0.1}, {"ValueError": 8})
+    assert (summary["probe_kl_max"], summary["sampled_max"], summary["sampled_kl_max"]) == (1e-6, 1e-4, 7e-7)
+    assert summary["mismatch_kl_max"] == 7e-7  # of the probe at version 7: the batch after it has none of its own
     assert summary["trainer_idle"] == (7 + 8) / (7 + 8 + 3)  # the first batch is waited for anyway
     assert "\n  steps                     3 in 0s, version 8\n" in resumed.table(summary, paths={})
 
