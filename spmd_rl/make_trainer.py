@@ -19,6 +19,7 @@ from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits
 from spmd_rl.trainer.critic import Credit
+from spmd_rl.trainer.experts import check_router_loss
 from spmd_rl.trainer.lora import check_targets
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.tensor_parallel import check_split
@@ -87,6 +88,7 @@ def make_trainer(
         num_minibatches=t.num_minibatches,
         num_epochs=t.num_epochs,
         interpolate_proximal=t.proximal == "loglinear",
+        router_aux_coef=t.router_aux_coef,
     )
 
 
@@ -113,6 +115,8 @@ def check_model(config: Config) -> Verdict:
         check_split(model, config.topology.tensor_parallel)
     if config.lora.rank:
         check_targets(model, config.lora.targets)
+    if config.trainer.router_aux_coef:
+        check_router_loss(model)
     verdict = model_verdict(config)
     if verdict.refusal:
         raise ValueError(f"{config.model.path}: {verdict.line}; what can be trained: docs/models.md")

@@ -84,6 +84,7 @@ AT_LEAST = {
     "trainer.importance_high": 1,
     "trainer.reject_above": 0,
     "trainer.kl_coefficient": 0,
+    "trainer.router_aux_coef": 0,
     "trainer.num_minibatches": 1,
     "trainer.num_epochs": 1,
     "trainer.micro_batch_tokens": 1,

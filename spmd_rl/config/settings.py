@@ -330,6 +330,9 @@ class Trainer:
     kl_in: str = "loss"
     """loss | reward (k1 of the policy at the start of the batch, taken off each token's reward): where the KL is added
     [-] reward: the KL of later tokens counts too"""
+    router_aux_coef: float = 0.0
+    """weight of the loss that spreads tokens over experts (Switch Transformer); 0: off
+    [-] `trainer/router_loss`, `trainer/expert_load_max` fall; one more forward, all of `trainer/tokens` are computed"""
     proximal: str = "recompute"
     """recompute | loglinear (no extra forward): log-probs at the start of a batch of several minibatches
     [-] loglinear: `trainer/step_s` falls; `trainer/ratio_mean` is an estimate"""
@@ -388,7 +391,8 @@ class Lora:
     """additions are scaled by alpha / rank
     [-] `weights/update_norm` rises, as with the learning rate"""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """last parts of the names of linear layers
+    """last parts of the names of linear layers; of the default, those of an MLP are left out where a model has none,
+    because experts are no linear layers
     [-] what can be learned; `trainer/peak_memory_bytes`"""
     sync: str = "merged"
     """merged | adapter: what travels. adapter: the frozen model once, then additions alone, merged where they arrive to

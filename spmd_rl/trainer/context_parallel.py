@@ -39,6 +39,11 @@ def deal(packed: Sequence[Span], num: int) -> list[list[Piece]]:
     return dealt
 
 
+def num_dealt(packed: Sequence[Span], group: ProcessGroup) -> int:
+    """How many tokens this rank has of them."""
+    return sum(b - a for _, a, b in deal(packed, group.size())[dist.get_rank(group)])
+
+
 class Part:
     """This rank's tokens of T packed ones, filled up to the number of the rank with the most."""
 

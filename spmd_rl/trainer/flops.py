@@ -18,6 +18,7 @@ from torch import nn
 from spmd_rl.attention import spans
 from spmd_rl.model import head, kv_shape
 from spmd_rl.model_parts import decoder_layers
+from spmd_rl.trainer.experts import num_chosen, num_experts
 from spmd_rl.trainer.microbatch import MicroBatch
 
 
@@ -30,8 +31,7 @@ class Flops:
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         config = model.config.get_text_config()
         layers, _, dim = kv_shape(config)
-        body = decoder_layers(model).parameters()
-        self.per_input = sum(_per_row(p) for p in body)  # a token through the body
+        self.per_input = sum(map(_per_token, decoder_layers(model)))  # a token through the body
         self.per_row = _per_row(head(model).weight)  # a loss token through the head
         self.per_pair = 3 * 4 * config.num_attention_heads * dim * layers  # a query with a key that it sees
         self._device, self._dtype = device, dtype
@@ -49,6 +49,17 @@ class Flops:
     def peak(self) -> float:
         """Operations per second of this rank's device in the precision of the step."""
         return matmul_peak(self._device, self._dtype)
+
+
+def _per_token(layer: nn.Module) -> float:
+    """Of a decoder layer, whose experts count as far as a token goes through them."""
+    chosen = num_chosen(layer)
+    total = 0.0
+    for module in layer.modules():
+        num = num_experts(module)
+        share = min(1.0, chosen / num) if num and chosen else 1.0
+        total += sum(_per_row(p) * share for p in module.parameters(recurse=False))
+    return total
 
 
 def _per_row(weight: nn.Parameter) -> int:

@@ -18,8 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from spmd_rl import tensor_file
+from spmd_rl.config.settings import Lora as Settings
 from spmd_rl.folders import written_aside
+from spmd_rl.trainer.experts import expert_layers
 from spmd_rl.weights.low_rank import Lora
+
+DEFAULT = Settings().targets
+EXPERTS = {"gate_proj", "up_proj", "down_proj"}  # of those, what an MLP of experts has in another form
 
 
 class LoraLinear(nn.Linear):
@@ -41,13 +46,24 @@ class LoraLinear(nn.Linear):
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """ValueError, with what there is, for targets that are no linear layers of the model's body."""
-    have = {n.rpartition(".")[2] for n, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
-    if not targets or set(targets) - have:
+    """ValueError, with what to write, for targets that are no linear layers of the model's body.
+
+    Of the default, what only experts have may be missing: their weights are no linear layers.
+    """
+    have = {n.rpartition(".")[2] for n, m in model.base_model.named_modules() if _is_linear(m)}
+    experts = expert_layers(model)
+    missing = set(targets) - have
+    if not targets or missing - (EXPERTS if experts and tuple(targets) == DEFAULT else set()):
+        shapes = sorted({name for module in experts for name, p in module.named_parameters() if p.ndim == 3})
+        hint = f"; experts ({', '.join(shapes)}) are no linear layers, and are not trained by LoRA" if experts else ""
         raise ValueError(
-            f"lora.targets = {sorted(set(targets) - have)}: no such linear layers; the model has "
-            f"{', '.join(sorted(have))}"
+            f"lora.targets = {sorted(missing)}: no such linear layers; the model has {', '.join(sorted(have))}{hint}"
         )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """And computes nothing else, as a router that is one may."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
@@ -58,7 +74,7 @@ def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
         torch.manual_seed(seed)
         for name, layer in list(model.base_model.named_modules()):
             parent, _, last = name.rpartition(".")
-            if isinstance(layer, nn.Linear) and last in lora.targets:
+            if _is_linear(layer) and last in lora.targets:
                 setattr(model.base_model.get_submodule(parent), last, LoraLinear(layer, lora))
 
 
@@ -88,7 +104,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base:
         "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
+        "target_modules": sorted({name.split(".")[-2] for name in tensors}),  # others may mean experts to PEFT
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

@@ -23,6 +23,7 @@ models.  The names:
 | `input_tokens` | tokens that went through the body, in all epochs |
 | `shared_tokens` | those that did not because another sequence began with them (share_prefix) |
 | `num_microbatches` | forwards with backward, of the rank with the most |
+| `expert_load_max`, `expert_dead_share` | see docs/metrics.md; left out without experts |
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ _BIN = 0.01  # of the log importance weight
 class Totals:
     """Sums and maxima of this rank's micro-batches; nothing leaves the device before `reduce`."""
 
-    def __init__(self, device: torch.device, *, critic: bool) -> None:
+    def __init__(self, device: torch.device, *, critic: bool, experts: tuple[int, int] = (0, 0)) -> None:
+        """experts: layers with experts, experts of each."""
         self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
         self.bins = torch.zeros(round(2 * LOG_RATIO_BOUND / _BIN) + 1, dtype=torch.float64, device=device)
         self._critic = critic
+        self._load = torch.zeros(experts, dtype=torch.float64, device=device)
 
     def add(
         self,
@@ -97,6 +100,10 @@ class Totals:
         places = ((result.importance.log() + LOG_RATIO_BOUND) / _BIN).round().nan_to_num().long()
         self.bins += torch.bincount(places.clamp(0, len(self.bins) - 1), minlength=len(self.bins))
 
+    def add_load(self, load: Tensor) -> None:  # [layers, E] float64
+        """Tokens of one micro-batch that went to each expert."""
+        self._load += load
+
     def reduce(self, ranks: TrainerRanks, *, num_tokens: int, denominator: float, num_epochs: int) -> dict[str, float]:
         """Means, counts and maxima over all ranks; `num_tokens` and `denominator` are global."""
         both = ranks.total(torch.cat([self.sums, self.bins]))
@@ -111,7 +118,15 @@ class Totals:
             del metrics["mismatch_max"]
         else:
             metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["mismatch_tokens"]
-        return metrics
+        return metrics | (_of_load(ranks.sum(self._load.clone())) if self._load.numel() else {})
+
+
+def _of_load(load: Tensor) -> dict[str, float]:  # [layers, E]
+    """Where tokens went: the fullest expert against the mean of its layer, and the share of experts without any."""
+    mean = load.mean(1, keepdim=True)
+    if not mean.all():  # experts of a kind that is not seen
+        return {}
+    return {"expert_load_max": float((load / mean).max()), "expert_dead_share": float((load == 0).double().mean())}
 
 
 def _percentile(bins: Tensor, percent: int) -> float:

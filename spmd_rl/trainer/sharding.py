@@ -21,7 +21,7 @@ from spmd_rl.attention import spans, under
 from spmd_rl.logprobs import token_logprobs
 from spmd_rl.model import head, hidden_states
 from spmd_rl.model_parts import body, decoder_layers
-from spmd_rl.trainer.context_parallel import Part, split_hidden_states, together
+from spmd_rl.trainer.context_parallel import Part, num_dealt, split_hidden_states, together
 
 
 class LogProbs(nn.Module):
@@ -58,6 +58,11 @@ class LogProbs(nn.Module):
             logprobs, entropy = (together(x, places, len(rows), self.context) for x in (logprobs, entropy))
             values = None if values is None else together(values, places, len(rows), self.context)
         return logprobs, entropy, values
+
+    def num_here(self, cu_seqlens: list[int], parents: Sequence[int] = ()) -> int:
+        """Tokens of a micro-batch that this rank computes."""
+        packed = spans(cu_seqlens, parents)
+        return cu_seqlens[-1] if self.context is None else num_dealt(packed, self.context)
 
 
 class Values(nn.Module):

@@ -25,6 +25,7 @@ from spmd_rl.objective import Objective, Sums
 from spmd_rl.objective.losses import Rows, k1
 from spmd_rl.stored_names import StoredNames
 from spmd_rl.trainer.critic import Credit, Credited, credit, value_losses
+from spmd_rl.trainer.experts import Routing, auxiliary_loss, check_router_loss
 from spmd_rl.trainer.export import export, export_adapter
 from spmd_rl.trainer.flops import Flops, peak_memory_bytes
 from spmd_rl.trainer.metrics import Totals
@@ -63,6 +64,15 @@ class Stepped:
     norms: list[float]  # of the gradient, before clipping: of the policy, and of a critic with a body of its own
     weight_norm: float
     denominator: float  # 0: no step was taken
+    router_loss: float | None = None  # before the step, unweighted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Spread:
+    """What the auxiliary loss of the routers needs of all tokens of an optimizer step before the first backward."""
+
+    total: Tensor  # see Routing.balance, of all ranks
+    weight: Tensor  # [] of the loss in the sums that are divided by the denominator: coefficient · denominator
 
 
 class Trainer:
@@ -90,6 +100,7 @@ class Trainer:
         num_minibatches: int = 1,
         num_epochs: int = 1,
         interpolate_proximal: bool = False,  # no forward for it where a batch has several optimizer steps
+        router_aux_coef: float = 0.0,  # of the loss that spreads tokens over experts; costs a forward more
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be > 0 to train on what it sampled, is {temperature}")
@@ -114,6 +125,10 @@ class Trainer:
             betas=betas,
             weight_decay=weight_decay,
         )
+        self.router_aux_coef = router_aux_coef
+        if router_aux_coef:
+            check_router_loss(models.model)
+        self.routing = Routing(models.model)
         self.flops = Flops(models.model, self.device, models.compute_dtype)
         self._stored_names: dict[Path, StoredNames] = {}
 
@@ -132,12 +147,13 @@ class Trainer:
 
     def cut(self, share: Share) -> list[Minibatch]:
         """This rank's part of each optimizer step of a batch."""
+        every = self.has_critic or self.penalty or self.router_aux_coef
         return cut(
             share,
             num_minibatches=self.num_minibatches,
             micro_batch_tokens=self.micro_batch_tokens,
             aggregation=self.aggregation,
-            skip_zero=not (self.has_critic or self.penalty or self.objective.needs_every_sequence),
+            skip_zero=not (every or self.objective.needs_every_sequence),
             share_prefix=self.share_prefix,
             pack=self.pack,
         )
@@ -146,7 +162,8 @@ class Trainer:
         """`step` on what is cut already."""
         work = self._agree(minibatches)
         starts = self._start(work)
-        totals, steps, rate = Totals(self.device, critic=self.has_critic), [], warmed_up(1.0, n, self.warmup_steps)
+        totals = Totals(self.device, critic=self.has_critic, experts=self.routing.shape)
+        steps, rate = [], warmed_up(1.0, n, self.warmup_steps)
         rounds = [(w, s) for _ in range(self.num_epochs) for w, s in zip(work, starts, strict=True)]
         for i, (minibatch, start) in enumerate(rounds):
             steps.append(self._optimizer_step(minibatch, start, n, i / len(rounds), rate, totals))
@@ -166,6 +183,10 @@ class Trainer:
             **{
                 name: sum(stepped.norms[i] for stepped in taken) / max(len(taken), 1)
                 for i, name in enumerate(("grad_norm", "critic_grad_norm")[: 1 + (self.models.critic is not None)])
+            },
+            **{
+                name: sum(stepped.router_loss for stepped in taken) / max(len(taken), 1)
+                for name in ("router_loss",)[: self.router_aux_coef != 0]
             },
             "weight_norm": taken[-1].weight_norm if taken else 0.0,
             "learning_rate": rate * self.rates[0],
@@ -240,8 +261,9 @@ class Trainer:
     ) -> Stepped:
         """Accumulate sums, then divide by the denominator that they come with: check, clip, step."""
         losses, denominators, last = [], [], len(work.micro_batches) - 1
+        spread = self._spread(work, starts, n, progress) if self.router_aux_coef else None
         for i, (micro, start) in enumerate(zip(work.micro_batches, starts, strict=True)):
-            loss, part = self._forward_backward(micro, start, n, progress, last=i == last, totals=totals)
+            loss, part = self._forward_backward(micro, start, n, progress, last=i == last, totals=totals, spread=spread)
             losses.append(loss)
             denominators.append(part)
         gradients = self.models.gradients()
@@ -265,14 +287,41 @@ class Trainer:
             self.optimizer.step()
             self.num_steps += 1
         self.optimizer.zero_grad()
-        return Stepped(norms=norms, weight_norm=weight_norm, denominator=denominator)
+        router_loss = None if spread is None else float(auxiliary_loss(spread.total))
+        return Stepped(norms=norms, weight_norm=weight_norm, denominator=denominator, router_loss=router_loss)
+
+    @torch.no_grad()
+    def _spread(self, work: Work, starts: list[Start], n: int, progress: float) -> Spread:
+        """One forward of each micro-batch: the loss is a product of means over all tokens, of all ranks."""
+        total, part = self.routing.nothing(self.device), torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro, start in zip(work.micro_batches, starts, strict=True):
+            with self.routing.watched() as routed:
+                current, entropy, values = self._forward(micro)
+            if not micro.is_stand_in:
+                total += self.routing.balance(routed, self._num_here(micro))
+                values = values if self.models.critic is None else torch.zeros_like(current)
+                part += self._objective(micro, start, current, entropy, values, n, progress)[0].denominator
+        denominator = self.ranks.total(part) + work.skipped_share
+        return Spread(total=self.ranks.sum(total), weight=self.router_aux_coef * denominator)
+
+    def _num_here(self, micro: MicroBatch) -> int:
+        return self.models.policy.num_here(micro.cu_seqlens, micro.parents)
 
     def _forward_backward(
-        self, micro: MicroBatch, start: Start, n: int, progress: float, *, last: bool, totals: Totals | None
+        self,
+        micro: MicroBatch,
+        start: Start,
+        n: int,
+        progress: float,
+        *,
+        last: bool,
+        totals: Totals | None,
+        spread: Spread | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch into the gradients; returns its summed loss and its part of the denominator, detached."""
         self.models.last_backward(last)
-        current, entropy, values = self._forward(micro)
+        with self.routing.watched() as routed:
+            current, entropy, values = self._forward(micro)
         if self.models.critic is not None:
             values = self._values(micro)
         if micro.is_stand_in:
@@ -280,8 +329,13 @@ class Trainer:
             total.backward()
             return (nothing := total.detach().double()), nothing
         result, rows, of_values = self._objective(micro, start, current, entropy, values, n, progress)
-        result.total.backward()
+        total = result.total
+        if spread is not None:
+            part = self.routing.balance(routed, self._num_here(micro))
+            total = total + spread.weight * auxiliary_loss(spread.total, part)
+        total.backward()
         if totals is not None:
+            totals.add_load(self.routing.load(routed, self._num_here(micro)))
             on_version = self._tensor(micro.versions) == n
             sizes = len(micro.token_ids), micro.num_shared
             totals.add(result, rows, entropy, on_version, *sizes, values, of_values)

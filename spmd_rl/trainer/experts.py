@@ -1,0 +1,138 @@
+"""The experts of a model: which modules they are, where the tokens of a forward went, and the loss that spreads them.
+
+Given a causal LM of `spmd_rl.model`, sharded or not.  The auxiliary loss is that of Switch Transformer (Fedus et al.
+2021, arXiv:2101.03961, equations 4 to 6) in the form that transformers has it in (`load_balancing_loss_func`): with E
+experts, N rows (tokens of all layers with experts, one after the other), F_e of the k choices of all rows for expert e
+and the probability p_e of each row,
+
+    aux = E · Σ_e (F_e / N) · (Σ_rows p_e / N)
+
+where F has no gradient.  Knows nothing of batches, other losses or ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.model_parts import decoder_layers
+
+
+def expert_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold experts, in the order of layers; none in a dense model."""
+    return [module for layer in decoder_layers(model) for module in layer.modules() if num_experts(module)]
+
+
+def num_experts(module: nn.Module) -> int:
+    """Of a module whose own weights are those of several experts, [experts, …, …]; else 0."""
+    num = getattr(module, "num_experts", 0)
+    return num if any(p.ndim == 3 and p.shape[0] == num for p in module.parameters(recurse=False)) else 0
+
+
+def num_chosen(layer: nn.Module) -> int:
+    """Experts that a token of a decoder layer goes through, as its router says; 0 where there is no router."""
+    return next((m.top_k for m in layer.modules() if isinstance(getattr(m, "top_k", None), int)), 0)
+
+
+def check_router_loss(model: nn.Module) -> None:
+    """ValueError for a model that transformers has no auxiliary loss for."""
+    if not _routers(model) or not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+        kind = model.config.get_text_config().model_type
+        raise ValueError(f"trainer.router_aux_coef: transformers has no router loss for {kind}: set it to 0")
+
+
+def _routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """Each router, and which of its outputs are the logits, as the architecture says."""
+    recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
+    said = recorders.get("router_logits", [])
+    said = said if isinstance(said, list | tuple) else [said]
+    return [
+        (module, one.index)
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        for one in said
+        if isinstance(module, one.target_class) and (one.layer_name or "") in name
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What the routers of one forward did with its tokens, padding included."""
+
+    logits: list[Tensor]  # [T, E] of each layer, with gradient
+    chosen: list[Tensor]  # [T, k] of each layer, experts
+
+
+class Routing:
+    """Sees the routers and experts of a model at work, in forwards that are watched."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.experts, self._routed = expert_layers(model), None
+        layers = [layer for layer in decoder_layers(model) if any(map(num_experts, layer.modules()))]
+        self.top_k = num_chosen(layers[0]) if layers else 0
+        self.num_experts = num_experts(self.experts[0]) if self.experts else 0
+        for module in self.experts:
+            module.register_forward_pre_hook(self._choose)
+        for module, index in _routers(model):
+            module.register_forward_hook(lambda _, __, out, index=index: self._route(out, index))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers with experts, experts of each."""
+        return len(self.experts), self.num_experts
+
+    @contextmanager
+    def watched(self) -> Iterator[Routed]:
+        """A forward; what is recomputed for its backward later is not seen again."""
+        self._routed = Routed([], [])
+        try:
+            yield self._routed
+        finally:
+            self._routed = None
+
+    def _choose(self, module: nn.Module, args: tuple) -> None:
+        if self._routed is not None and len(args) == 3:  # hidden states, experts, their weights
+            self._routed.chosen.append(args[1].detach())
+
+    def _route(self, out: object, index: int) -> None:
+        if self._routed is not None:
+            self._routed.logits.append(out[index] if isinstance(out, tuple) else out)
+
+    def nothing(self, device: torch.device) -> Tensor:
+        """`balance` of no tokens."""
+        return torch.zeros(2, self.num_experts + 1, dtype=torch.float64, device=device)
+
+    def load(self, routed: Routed, num_tokens: int) -> Tensor:  # [layers, E] float64
+        """How many of the first `num_tokens` tokens went to each expert."""
+        num = self.num_experts
+        load = torch.zeros(*self.shape, dtype=torch.float64, device=routed.logits[0].device if routed.logits else None)
+        for of_layer, chosen in zip(load, routed.chosen, strict=False):
+            experts = chosen[:num_tokens].flatten()
+            experts = experts[experts < num]
+            of_layer.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.float64))
+        return load
+
+    def balance(self, routed: Routed, num_tokens: int) -> Tensor:  # [2, E + 1] float64, with gradient in [1, :E]
+        """F and Σ p of the auxiliary loss over the first `num_tokens` tokens, and the number of rows behind each."""
+        sums = [_balance(logits.flatten(0, -2)[:num_tokens], self.top_k) for logits in routed.logits]
+        return torch.stack(sums).sum(0)
+
+
+def _balance(logits: Tensor, top_k: int) -> Tensor:
+    probabilities = logits.float().softmax(-1)
+    counts = torch.zeros_like(probabilities).scatter_(1, probabilities.detach().topk(top_k, -1).indices, 1.0)
+    rows = probabilities.new_full((2, 1), len(logits), dtype=torch.float64)
+    return torch.cat([torch.stack([counts, probabilities]).sum(1, dtype=torch.float64), rows], 1)
+
+
+def auxiliary_loss(total: Tensor, part: Tensor | None = None) -> Tensor:  # [] float64
+    """Of the `balance` of all tokens; with `part`, what the tokens behind it add, with gradient where it has one."""
+    (counts, probabilities), rows = total.detach()[:, :-1], total[0, -1].detach()
+    if part is not None:
+        probabilities = part[1, :-1]
+    return len(counts) * (counts * probabilities).sum() / rows.square()
