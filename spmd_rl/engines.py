@@ -36,7 +36,7 @@ def build_engine(
     check_lengths(config, device)
     inference, dtype = config.inference, engine_dtype(config.model.dtype, device)
     model = build(config.model.path, device=device, dtype=dtype, weights=False)
-    specs = manifest(model, dtype=dtype)
+    specs = manifest(model)
     if inference.engine == "native":
         engine = NativeEngine(
             model=model,
@@ -79,7 +79,7 @@ def make_receiver(
     if config.weights.mode == "disk":
         return DiskReceiver(
             weights=run_dir.weights,
-            loaded=StoredNames(config.model.path).loaded,
+            loaded=partial(StoredNames(config.model.path).loaded, dtype=engine_dtype(config.model.dtype, world.device)),
             device=world.device,
             deliver=deliver,
             failed=failed,

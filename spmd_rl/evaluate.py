@@ -32,6 +32,7 @@ from spmd_rl.tasks import eval_tasks, load_environments
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import FailedAttempt
 from spmd_rl.user_code import escaped
+from spmd_rl.weights.layout import weights_of
 from spmd_rl.world import alone
 
 CLOSE_S = 60.0
@@ -64,11 +65,11 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
     loop = asyncio.get_running_loop()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model = build(config.model.path, device=device, dtype=engine_dtype(config.model.dtype, device), weights=True)
-    for name, weight in model.named_parameters():
+    for name, weight in weights_of(model).items():
         if not weight.isfinite().all():
             raise ValueError(f"{config.model.path}: {name} has values that are infinite or not a number")
     engine, _ = build_engine(config, device=device, group=group, decode=partial(tokenizer.decode, special=True))
-    engine.load_weights(dict(model.named_parameters()), 0)
+    engine.load_weights(weights_of(model), 0)
     failure: asyncio.Future[None] = loop.create_future()
     thread = EngineThread(
         engine=engine,

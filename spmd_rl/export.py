@@ -54,7 +54,8 @@ def export(run: Path, folder: Path, step: int | None, dtype: str, *, adapter: bo
     if adapter:
         export_adapter(models.additions(), ranks, folder=folder, lora=lora, base=source)
     else:
-        write(models.named_parameters(), ranks, folder=folder, source=source, dtype=getattr(torch, dtype))
+        dtypes = models.dtypes(getattr(torch, dtype))
+        write(models.named_parameters(), ranks, folder=folder, source=source, dtypes=dtypes)
     print(f"{found} → {folder}")
     return 0
 

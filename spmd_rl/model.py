@@ -100,6 +100,13 @@ def head_dtype(name: str) -> torch.dtype | None:
     return None if name == "model" else getattr(torch, name)
 
 
+def weight_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Of each weight, by name, where the model is one of `dtype`: some architectures keep some of them in float32."""
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(model.config, dtype=dtype, attn_implementation=ATTENTION)
+    return {name: tensor.dtype for name, tensor in made.state_dict().items()}
+
+
 def exact_dtype(folder: str | Path, dtype: torch.dtype) -> torch.dtype:
     """The least type that holds every weight in a folder and every value of `dtype`."""
     stored = load_config(folder).dtype
@@ -118,9 +125,6 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
         head(model)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if buffers := [name for name in model.state_dict() if name not in parameters]:  # no optimizer, no engine has them
-        raise ValueError(f"{folder}: weights that are no parameters are not supported: {', '.join(buffers[:3])}")
     return model.eval()
 
 
@@ -174,8 +178,9 @@ def check_weights(folder: str | Path) -> None:
         raise ValueError(f"{file}: {name} is no weight of the model in config.json: do the two belong together?")
     for name, error in report.conversion_errors.items():
         raise ValueError(f"{where}: {name} cannot be made of its weights: {error.splitlines()[0]}")
+    counts = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
     for name, entry in stored.items():
-        if entry.dtype not in FLOATS and name not in ignored:
+        if entry.dtype not in FLOATS and name not in ignored | counts:
             raise ValueError(f"{entry.file}: {name} is stored as {entry.dtype}: weights must be {', '.join(FLOATS)}")
     for copy, original in tied.items():
         if copy in stored and original in stored and not _same_bytes(stored[copy], stored[original]):
@@ -201,6 +206,7 @@ def loaded_from(
             ignore_mismatched_sizes=True,  # they are told apart above
             device_map={"": device},
             dtype=model.dtype,
+            dtype_plan=model._get_dtype_plan(model.dtype),
             weight_mapping=get_model_conversion_mapping(model),
         ),
         **({"tp_plan": None} if "tp_plan" in needs else {}),  # before transformers 5.6

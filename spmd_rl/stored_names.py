@@ -44,23 +44,23 @@ class StoredNames:
         for _, layer in groupby(tensors, key=lambda item: _layer_of(item[0])):
             yield from self._turned_back(dict(layer)).items()
 
-    def loaded(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights by the folder's names to the same under the model's, as loading the folder would make them."""
+    def loaded(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Weights by the folder's names to the same under the model's, as loading it as `dtype` would make them."""
         if not self._renames:
             return dict(tensors)
-        model = self._made()
-        some = next(iter(tensors.values()))
-        loaded_from(model.to(some.dtype), tensors, device=some.device)
+        model = self._made(dtype)
+        loaded_from(model, tensors, device=next(iter(tensors.values())).device)
         made = model.state_dict()
         return {name: made[name] for name in self._names}
 
     def lost(self) -> list[str]:
         """The model's weights that `of` cannot give names of the folder."""
-        named = ((name, p.detach()) for name, p in self._made().named_parameters())
+        made = self._made().state_dict()
+        named = ((name, made[name]) for name in self._names)
         return sorted(name for name, tensor in self.of(named) if self._stored.get(name) != tuple(tensor.shape))
 
-    def _made(self) -> PreTrainedModel:
-        return on_meta(self._folder, load_config(self._folder), torch.float32)
+    def _made(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        return on_meta(self._folder, load_config(self._folder), dtype)
 
     def _turned_back(self, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         """The first of a few ways that gives names and shapes of the folder; else the model's own names."""

@@ -167,7 +167,7 @@ class TrainerRank:
             return None
         parameters = models.named_parameters()
         common = {
-            "specs": manifest(parameters, dtype=dtype),
+            "specs": manifest(parameters, dtype=models.dtypes(dtype)),
             "index": world.sender_ranks.index(world.rank),
             "num_senders": len(world.sender_ranks),
             "meta_group": world.wts_meta[world.rank],

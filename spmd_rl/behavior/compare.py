@@ -25,7 +25,7 @@ from spmd_rl.trainer.microbatch import MicroBatch, cut
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.types import Completion, Sampling
-from spmd_rl.weights.layout import manifest
+from spmd_rl.weights.layout import weights_of
 from spmd_rl.weights.low_rank import Lora
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def exported(models: Models, source: Path, folder: Path) -> PreTrainedModel:
         TrainerRanks(group=None, device=CPU),
         folder=folder,
         source=source,
-        dtype=None,
+        dtypes=None,
     )
     return plain.load(folder)
 
@@ -102,8 +102,7 @@ def gradients(models: Models) -> dict[str, Tensor]:
 
 def sent(model: nn.Module) -> dict[str, Tensor]:
     """What an update consists of, by name."""
-    have = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    return {spec.name: have[spec.name].detach() for spec in manifest(model)}
+    return {name: tensor.detach() for name, tensor in weights_of(model).items()}
 
 
 def sampled(folder: Path, later: Path, vocab: int) -> list[tuple[np.ndarray, Completion, float]]:

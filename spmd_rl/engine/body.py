@@ -1,6 +1,6 @@
 """What turns tokens into hidden states and logits: the `transformers` modules of any architecture, or a shorter way.
 
-A body takes the tensors of an update by name, as in `named_parameters()`: a tied head arrives once, as the embedding.
+A body takes the tensors of an update by name, as in `weights_of`: a tied head arrives once, as the embedding.
 Knows nothing of versions, sequences or caches.
 """
 
@@ -17,7 +17,7 @@ from spmd_rl.attention import Attend
 from spmd_rl.engine.states import States
 from spmd_rl.logprobs import Head
 from spmd_rl.model import head, run_body, run_rows
-from spmd_rl.weights.layout import manifest
+from spmd_rl.weights.layout import manifest, weights_of
 
 
 class Body(Protocol):
@@ -43,17 +43,17 @@ class Body(Protocol):
 
 
 class Modules:
-    """The modules themselves, their parameters pointed at the tensors of an update."""
+    """The modules themselves, their parameters and saved buffers pointed at the tensors of an update."""
 
     def __init__(self, model: nn.Module, head_dtype: torch.dtype | None = None) -> None:
         """`head_dtype`: of logits and the products that they are made of; None: the weights'."""
         self._model, self._head_dtype = model, head_dtype
         self._places: dict[str, list[tuple[nn.Module, str]]] = {spec.name: [] for spec in manifest(model)}
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = {id(tensor): name for name, tensor in weights_of(model).items()}
         for module in model.modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._places[names[id(parameter)]].append((module, attribute))
+            for attribute, tensor in (module._parameters | module._buffers).items():
+                if id(tensor) in names:
+                    self._places[names[id(tensor)]].append((module, attribute))
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors
@@ -62,7 +62,10 @@ class Modules:
         for name, places in self._places.items():
             parameter = nn.Parameter(tensors[name].detach(), requires_grad=False)
             for module, attribute in places:
-                module._parameters[attribute] = parameter
+                if attribute in module._parameters:
+                    module._parameters[attribute] = parameter
+                else:
+                    module._buffers[attribute] = tensors[name]
         made = head(self._model, self._head_dtype)
         weight, bias = made.cast(made.weight, made.bias)
         self._head = replace(made, weight=weight, bias=bias)

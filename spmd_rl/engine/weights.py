@@ -1,6 +1,6 @@
 """What engines of every kind ask at an update: whether its tensors fit the model, and whom it overtakes.
 
-Names are those of `named_parameters()`: a tied head arrives once, as the embedding.  Also the weights that a probe
+Names are those of `weights_of`: a tied head arrives once, as the embedding.  Also the weights that a probe
 swaps in before the true ones, so that what an engine keeps of them shows.
 """
 

@@ -34,16 +34,16 @@ def export(
     folder: Path,
     source: Path,
     names: StoredNames | None = None,  # of `source`; made here if None
-    dtype: torch.dtype | None,
+    dtypes: Mapping[str, torch.dtype] | None,  # by name in memory
 ) -> dict[str, Tensor]:
     """Write `folder`, complete or not at all; returns on every rank when it is there, with its tensors on the first.
 
     Tensors have the names that they have in `source`, in which experts may lie one by one; tied ones are written once.
     All files of `source` but its weights come along: configs, tokenizer, chat template; SHA256SUMS is of all files, for
-    readers on the far side of a file system or network (`sha256sum -c SHA256SUMS`).  dtype None keeps the precision
+    readers on the far side of a file system or network (`sha256sum -c SHA256SUMS`).  dtypes None keeps the precision
     that is trained in.
     """
-    gathered = _gathered(parameters, ranks, dtype)
+    gathered = _gathered(parameters, ranks, dtypes)
     tensors = dict((names or StoredNames(source)).of(gathered) if ranks.index == 0 else gathered)
     if tensors:
         _write(tensors, Path(folder), Path(source))
@@ -62,13 +62,13 @@ def export_adapter(
 
 
 def _gathered(
-    parameters: Mapping[str, Tensor], ranks: TrainerRanks, dtype: torch.dtype | None
+    parameters: Mapping[str, Tensor], ranks: TrainerRanks, dtypes: Mapping[str, torch.dtype] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole and on the CPU on the first rank, nothing on the others."""
     for name, parameter in parameters.items():
         full = whole(parameter.detach())
         if ranks.index == 0:
-            yield name, full.to("cpu", dtype or full.dtype).contiguous()
+            yield name, full.to("cpu", full.dtype if dtypes is None else dtypes[name]).contiguous()
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, source: Path) -> None:

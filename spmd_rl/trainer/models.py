@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from spmd_rl.model import weight_dtypes
 from spmd_rl.trainer.lora import add_lora, lora_layers
 from spmd_rl.trainer.optimizer import local, whole
 from spmd_rl.trainer.sharding import LogProbs, Values, compute_in, recompute_layers, reshard, shard, value_head
 from spmd_rl.trainer.tensor_parallel import parallelize
-from spmd_rl.weights.layout import chunk
+from spmd_rl.weights.layout import chunk, weights_of
 from spmd_rl.weights.low_rank import Lora, merged
 
 
@@ -89,6 +90,7 @@ class Models:
         self._merged = {name: torch.empty_like(frozen[name]) for name in map("{}.weight".format, self._layers)}
         self._frozen_square = self._square_of_frozen()
         self._rows_are_new = True
+        self._dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -142,7 +144,7 @@ class Models:
             reshard(root)
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The language model's, by name, tied ones once: DTensors where sharded.  Their memory stays where it is.
+        """The language model's weights, see `weights_of`: DTensors where sharded.  Their memory stays where it is.
 
         What is trained in another form (with LoRA, or split over "tp") is as of the last `refresh`.
         """
@@ -157,7 +159,7 @@ class Models:
         return {name: p for name, p in self._whole_rows() if ".lora_" in name}
 
     def _whole_rows(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self._rows.get(name, p.detach())) for name, p in self.model.named_parameters())
+        return ((name, self._rows.get(name, p.detach())) for name, p in weights_of(self.model).items())
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -170,6 +172,12 @@ class Models:
         for name, layer in self._layers.items():
             weight, a, b = frozen[f"{name}.weight"], additions[f"{name}.lora_a"], additions[f"{name}.lora_b"]
             local(self._merged[f"{name}.weight"]).copy_(merged(local(weight), whole(a), local(b), layer.scale))
+
+    def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Of what `named_parameters` gives, in engines and folders of `dtype`."""
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = weight_dtypes(self.model, dtype)
+        return self._dtypes[dtype]
 
     def _make_rows(self, shards: DeviceMesh) -> dict[str, Tensor]:
         """Memory for rows of the parameters that are split over "tp", as FSDP alone would cut them."""

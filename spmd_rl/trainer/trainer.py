@@ -475,8 +475,9 @@ class Trainer:
         if self.ranks.index == 0 and source not in self._stored_names:
             self._stored_names[source] = StoredNames(source)
         names = self._stored_names.get(source)
+        dtypes = None if dtype is None else self.models.dtypes(dtype)
         return export(
-            self.models.named_parameters(), self.ranks, folder=folder, source=source, names=names, dtype=dtype
+            self.models.named_parameters(), self.ranks, folder=folder, source=source, names=names, dtypes=dtypes
         )
 
     def export_adapter(self, folder: Path, source: Path) -> None:

@@ -1,8 +1,8 @@
 """What changed between two versions of a shard, to the bit, and no larger than that.
 
-A shard is taken as words of one element each.  For each bucket: how many words changed, where, and their new bits.
-Positions are gap-coded: the number of unchanged words before each changed one, 255 meaning "255 and more follow", so
-one byte for all but rare long gaps.
+A shard is taken as words of one element each (of several where another element is smaller).  For each bucket: how many
+words changed, where, and their new bits.  Positions are gap-coded: the number of unchanged words before each changed
+one, 255 meaning "255 and more follow", so one byte for all but rare long gaps.
 
     payload    int64 version, then for each bucket: its gaps, its new words, each padded to 8 bytes
     table      int64[buckets, 2]: changed words, bytes of their gaps
@@ -34,11 +34,11 @@ class Delta:
 
 
 def word_of(specs: Sequence[TensorSpec]) -> torch.dtype:
-    """The integer type of one element; ValueError for elements of different sizes."""
+    """The integer type of one element, the smallest where there are several sizes; ValueError for single bytes."""
     sizes = {spec.dtype.itemsize for spec in specs}
-    if len(sizes) != 1 or not sizes <= _WORDS.keys():
-        raise ValueError(f"weights of {sorted(sizes)} bytes an element cannot be sent as deltas: one size is needed")
-    return _WORDS[sizes.pop()]
+    if not sizes <= _WORDS.keys():
+        raise ValueError(f"weights of {sorted(sizes)} bytes an element cannot be sent as deltas: 2, 4 or 8 are needed")
+    return _WORDS[min(sizes)]
 
 
 def encode(old: Tensor, new: Tensor, layout: Layout, *, word: torch.dtype, version: int) -> Delta | None:

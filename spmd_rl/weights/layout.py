@@ -118,10 +118,30 @@ class Placement:
         return positions + (moves // word.itemsize)[torch.searchsorted(starts, positions, right=True) - 1]
 
 
-def manifest(parameters: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """Names, full shapes and wire types, tied parameters once; `dtype` replaces each tensor's own."""
-    named = dict(parameters.named_parameters()) if isinstance(parameters, nn.Module) else parameters
-    return [TensorSpec(name, tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in named.items()]
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of a module holds, by name: parameters, tied ones once, and the buffers that are saved.
+
+    These are not trained, but forwards read them: a router's correction bias.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        saved = {name: b for name, b in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in (part._parameters | saved).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def manifest(
+    weights: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
+) -> list[TensorSpec]:
+    """Names, full shapes and wire types of weights; `dtype`, of all or by name, replaces each tensor's own."""
+    named = weights_of(weights) if isinstance(weights, nn.Module) else weights
+    own = {name: tensor.dtype for name, tensor in named.items()}
+    types = own if dtype is None else dtype if isinstance(dtype, Mapping) else dict.fromkeys(own, dtype)
+    return [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in named.items()]
 
 
 def manifest_hash(specs: Sequence[TensorSpec], *, num_senders: int, bucket_bytes: int) -> int:

@@ -146,7 +146,7 @@ class WeightSender:
         for piece, after in zip(self._layout.pieces, [*self._layout.pieces[1:], None], strict=True):
             if piece.num_rows:
                 rows = local_rows(self._parameters[piece.spec.name], piece, count=self._count)
-                targets[piece.spec.name].copy_(rows, non_blocking=True)
+                targets[piece.spec.name].copy_(rows, non_blocking=self._device.type == "cuda")
             complete = self._layout.num_bytes if after is None else after.start
             if waiting and waiting[0][0][1] <= complete and self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()

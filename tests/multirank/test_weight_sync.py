@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from spmd_rl.weights.delta import Delta
-from spmd_rl.weights.layout import TensorSpec, manifest
+from spmd_rl.weights.layout import TensorSpec, manifest, weights_of
 from spmd_rl.weights.receiver import WeightReceiver
 from spmd_rl.weights.sender import WeightSender
 from spmd_rl.weights.wire import Deliver, Fetch, Received, SendReport
@@ -33,7 +33,7 @@ def into(arrived: queue.Queue[Received]) -> Deliver:
 
 
 class SmallModel(nn.Module):
-    """Tied embedding, odd row counts, fewer rows than senders."""
+    """Tied embedding, odd row counts, fewer rows than senders, buffers that are saved and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +41,9 @@ class SmallModel(nn.Module):
         self.block = nn.Sequential(nn.Linear(12, 5), nn.LayerNorm(5), nn.Linear(5, 1), nn.Linear(1, 3, bias=False))
         self.head = nn.Linear(12, 7, bias=False)
         self.head.weight = self.embed.weight
+        self.block[0].register_buffer("correction", torch.arange(5.0))
+        self.block[1].register_buffer("scale", torch.tensor(1.5))
+        self.register_buffer("computed", torch.ones(3), persistent=False)
 
 
 def small_model(version: int) -> SmallModel:
@@ -75,7 +78,7 @@ def make_sender(
     **settings: object,
 ) -> WeightSender:
     return kind(
-        parameters=dict(model.named_parameters()),
+        parameters=weights_of(model),
         specs=specs,
         index=world.sender_ranks.index(world.rank),
         num_senders=len(world.sender_ranks),
@@ -107,7 +110,7 @@ def make_receiver(
 
 
 def same_bytes(tensors: dict[str, Tensor], model: nn.Module, dtype: torch.dtype) -> None:
-    expected = dict(model.named_parameters())
+    expected = weights_of(model)
     assert list(tensors) == list(expected)
     for name, tensor in tensors.items():
         assert tensor.dtype == dtype and torch.equal(tensor.cpu(), expected[name].detach().to(dtype)), name
@@ -251,7 +254,7 @@ def sends_both_ways(world: World) -> None:
         sender = make_sender(world, model, specs)
         sender.publish(0)
         sender.close()
-        gather_and_broadcast(dict(model.named_parameters()), specs=specs, source=source, group=world.wts.get(source))
+        gather_and_broadcast(weights_of(model), specs=specs, source=source, group=world.wts.get(source))
         return
     arrived: queue.Queue[Received] = queue.Queue()
     make_receiver(world, specs, into(arrived)).join(timeout_s=LIMIT_S)
@@ -469,7 +472,7 @@ def measures(world: World) -> None:
         train(model)
         sender.publish(2)
         report = sender.wait()
-        after, before = dict(model.named_parameters()), dict(small_model(0).named_parameters())
+        after, before = weights_of(model), weights_of(small_model(0))
         norm = sum(float((after[name] - before[name]).double().square().sum()) for name in before) ** 0.5
         assert report.update_norm == pytest.approx(norm, rel=1e-5)
         sender.close()

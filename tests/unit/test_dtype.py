@@ -81,7 +81,7 @@ def sharded_score(folder: Path, dtype: torch.dtype, mesh: DeviceMesh) -> tuple[o
     )
     states = [m._get_fsdp_state()._mp_policy for m in models.policy.modules() if isinstance(m, FSDPModule)]
     policies = {(state.param_dtype, state.reduce_dtype) for state in states}
-    scores = models.score(torch.from_numpy(TOKENS).long())
+    scores = models.score(torch.from_numpy(TOKENS).long(), 1.0)
     return scores.numpy().copy(), policies, {p.dtype for p in models.policy.parameters()}
 
 
@@ -118,7 +118,7 @@ def test_a_trainer_alone_computes_as_a_sharded_one(settings: dict, tmp_path: Pat
         **settings,
     )
     np.testing.assert_allclose(
-        models.score(torch.from_numpy(TOKENS).long()).numpy(), engine_score(folder, torch.bfloat16), atol=1e-5
+        models.score(torch.from_numpy(TOKENS).long(), 1.0).numpy(), engine_score(folder, torch.bfloat16), atol=1e-5
     )
     ids = torch.from_numpy(TOKENS).long()
     logprobs, _, _ = models.policy(ids[:-1], [0, 59], torch.arange(59), ids[1:], 1.0)

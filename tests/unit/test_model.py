@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
-    Glm4MoeConfig,
     GPTNeoXConfig,
     GraniteConfig,
     PhiConfig,
@@ -159,17 +158,6 @@ def test_a_forward_without_segments_is_refused(tmp_path: Path) -> None:
     model = build(tmp_path, device="cpu", dtype=torch.float32, weights=True)
     with pytest.raises(ValueError, match="forward of a model alone"):
         model(input_ids=torch.zeros(1, 3, dtype=torch.long))
-
-
-def test_weights_that_no_update_would_carry_are_refused_by_name(tmp_path: Path) -> None:
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
-    AutoModelForCausalLM.from_config(Glm4MoeConfig(**(SHAPE | experts), head_dim=8)).save_pretrained(tmp_path)
-    for weights in (True, False):
-        with pytest.raises(ValueError, match=r"no parameters are not supported: model.layers.0.mlp.gate.e_score_corr"):
-            build(tmp_path, device="cpu", dtype=torch.float32, weights=weights)
-    root = Path(__file__).parents[2]
-    with pytest.raises(ValueError, match="are no parameters"):  # before a run begins
-        check_model(config.load(root / "configs" / "tiny_cpu.toml", [f"model.path={tmp_path}"]))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What is exported has the names of the folder that it came from, experts one by one where they lie so there."""
 
 import queue
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ TRAINED = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 def exported(folder: Path, to: Path) -> dict[str, Tensor]:
     model = build(folder, device=CPU, dtype=torch.float32, weights=True)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    export(parameters, TrainerRanks(group=None, device=CPU), folder=to, source=folder, dtype=None)
+    export(parameters, TrainerRanks(group=None, device=CPU), folder=to, source=folder, dtypes=None)
     return load_file(to / "model.safetensors")
 
 
@@ -108,16 +109,17 @@ def test_folders_of_versions_have_the_names_of_the_source_and_engines_get_those_
     reports: list[SendReport] = []
     arrived: queue.Queue[Received | Exception] = queue.Queue()
     names, ranks = StoredNames(folder), TrainerRanks(group=None, device=CPU)
+    dtypes = dict.fromkeys(parameters, torch.bfloat16)
     sender = DiskSender(
         weights=tmp_path,
-        export=lambda to: export(parameters, ranks, folder=to, source=folder, names=names, dtype=torch.bfloat16),
+        export=lambda to: export(parameters, ranks, folder=to, source=folder, names=names, dtypes=dtypes),
         kept=2,
         reports=True,
         sent=reports.append,
     )
     receiver = DiskReceiver(
         weights=tmp_path,
-        loaded=StoredNames(folder).loaded,
+        loaded=partial(StoredNames(folder).loaded, dtype=torch.bfloat16),
         device=CPU,
         deliver=lambda version, fetch: arrived.put(fetch()),
         failed=arrived.put,

@@ -37,7 +37,7 @@ def source(folder: Path) -> Path:
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     made = source(folder.with_name("source"))
-    tensors = export(TENSORS, ALONE, folder=folder, source=made, dtype=None)
+    tensors = export(TENSORS, ALONE, folder=folder, source=made, dtypes=None)
     shutil.rmtree(made)
     return tensors
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.weights.delta import MOST, decode, encode, payload_bytes, word_of
-from spmd_rl.weights.layout import ALIGN_BYTES, TensorSpec, shard_layout
+from spmd_rl.weights.layout import ALIGN_BYTES, TensorSpec, shard_layout, views
 
 
 def a_shard(dtype: torch.dtype, num: int, bucket_bytes: int = 1024):
@@ -51,6 +51,25 @@ def test_a_shard_that_changed_too_much_is_no_delta():
     assert encode(old, new, layout, word=torch.int32, version=1) is None
 
 
-def test_elements_of_several_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"\[2, 4\] bytes"):
-        word_of([TensorSpec("a", (2,), torch.float32), TensorSpec("b", (2,), torch.bfloat16)])
+def test_elements_of_several_sizes_are_words_of_the_smallest():
+    """A router's correction bias is float32 in a bfloat16 model; ids of experts are int64."""
+    specs = [
+        TensorSpec("a", (9, 3), torch.bfloat16),
+        TensorSpec("bias", (7,), torch.float32),
+        TensorSpec("ids", (5,), torch.int64),
+    ]
+    layout = shard_layout(specs, bucket_bytes=512)
+    old = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    new = old.clone()
+    changed = views(new, layout)
+    changed["a"][4, 1], changed["bias"][6], changed["ids"][2] = 1.5, 1 + 2**-20, 1 << 40
+    word = word_of(specs)
+    delta = encode(old, new, layout, word=word, version=3)
+    for positions, words in decode(delta, layout, word=word):
+        old.view(word)[positions] = words
+    assert word == torch.int16 and all(torch.equal(views(old, layout)[name], changed[name]) for name in changed)
+
+
+def test_elements_of_a_byte_are_refused():
+    with pytest.raises(ValueError, match=r"\[1, 2\] bytes"):
+        word_of([TensorSpec("a", (2,), torch.bool), TensorSpec("b", (2,), torch.bfloat16)])

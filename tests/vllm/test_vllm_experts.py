@@ -111,7 +111,7 @@ def test_experts_of_every_version_are_those_that_were_sent(name: str, group: dis
 def test_vllm_reads_an_exported_folder(name: str, group: dist.ProcessGroup, tmp_path: Path) -> None:
     random_model(name, 0).save_pretrained(tmp_path / "source")
     trained, ranks = random_model(name, 1), TrainerRanks(group=None, device=CPU)
-    export(weights(trained), ranks, folder=tmp_path / "model", source=tmp_path / "source", dtype=None)
+    export(weights(trained), ranks, folder=tmp_path / "model", source=tmp_path / "source", dtypes=None)
     ids = np.arange(5, 45, dtype=np.int32)
     with closing(make_engine(tmp_path / "model", group, Loading)) as engine:
         np.testing.assert_allclose(engine.score(ids)[1:], expected(trained, ids), rtol=0, atol=TOLERANCE)

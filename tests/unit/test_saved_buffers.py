@@ -1,0 +1,166 @@
+"""Buffers that forwards read (a router's correction bias) are in trainer, engine, checkpoint and folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from spmd_rl.engine.native import NativeEngine
+from spmd_rl.logprobs import token_logprobs
+from spmd_rl.model import build, head, hidden_states
+from spmd_rl.trainer.export import export
+from spmd_rl.trainer.models import Models
+from spmd_rl.trainer.ranks import TrainerRanks
+from spmd_rl.types import Sampling
+from spmd_rl.weights.layout import manifest, weights_of
+from spmd_rl.weights.low_rank import Lora
+from tests.ranks import run_ranks
+from tests.unit.families import SHAPE, expected_logprobs, load, prompt_of
+
+CPU = torch.device("cpu")
+TOKENS = prompt_of(50)
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=24)
+ROUTED = dict(**EXPERTS, n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
+PADDED = SHAPE | {"pad_token_id": 0}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "glm4_moe": AutoConfig.for_model("glm4_moe", **SHAPE, **ROUTED, head_dim=8),
+    "solar_open": AutoConfig.for_model("solar_open", **PADDED, **ROUTED, head_dim=8),
+    "exaone_moe": AutoConfig.for_model("exaone_moe", **PADDED, **EXPERTS, num_experts=8, first_k_dense_replace=1),
+    "minimax_m2": AutoConfig.for_model(
+        "minimax_m2", **PADDED, num_experts_per_tok=2, num_local_experts=8, head_dim=8, rotary_dim=4
+    ),
+    "apertus": AutoConfig.for_model("apertus", **PADDED),  # numbers of its activation, without a dimension
+}
+
+
+def save(family: str, folder: Path) -> torch.nn.Module:
+    """A plain model whose buffers change what it says, in `folder` too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], attn_implementation="eager")
+    with torch.no_grad():
+        for tensor in buffers(model).values():
+            tensor.add_(torch.randn_like(tensor) * 0.4)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+
+
+def engine_of(folder: Path, weights: Mapping[str, torch.Tensor], functional: bool = True) -> NativeEngine:
+    model = build(folder, device=CPU, dtype=torch.float32, weights=False)
+    engine = NativeEngine(model=model, device=CPU, max_seq_len=128, functional=functional)
+    engine.load_weights(weights, 0)
+    return engine
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_log_probs_and_gradients_equal_those_of_plain_transformers(family: str, tmp_path: Path) -> None:
+    plain = save(family, tmp_path)
+    assert buffers(plain)
+    model = build(tmp_path, device=CPU, dtype=torch.float32, weights=True)
+    assert list(weights_of(model)) == [n for n in plain.state_dict() if n in weights_of(plain)]
+    tokens = torch.from_numpy(TOKENS).long()
+    logprobs, _ = token_logprobs(hidden_states(model, tokens[:-1], [0, 20, 49]), head(model), tokens[1:])
+    parts = [plain(input_ids=tokens[None, a:b], use_cache=False).logits[0] for a, b in ((0, 20), (20, 49))]
+    expected = torch.cat(parts).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    logprobs.sum().backward()
+    expected.sum().backward()
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_engine_computes_with_the_buffers_of_an_update(family: str, tmp_path: Path) -> None:
+    plain = save(family, tmp_path)
+    engine, prompt = engine_of(tmp_path, weights_of(plain)), prompt_of(9)
+    engine.submit(0, prompt, Sampling(max_tokens=20, seed=3))
+    done = []
+    while not done:
+        done = engine.step()
+    (_, got) = done[0]
+    np.testing.assert_allclose(got.logprobs, expected_logprobs(plain, prompt, got.token_ids), atol=1e-5)
+    scores = engine.score(TOKENS)
+    stale = {name: torch.zeros_like(t) if name in buffers(plain) else t for name, t in weights_of(plain).items()}
+    engine.load_weights(stale, 1)
+    assert np.abs(engine.score(TOKENS) - scores).max() > 1e-2  # planted: buffers that are not the model's
+    engine.load_weights(weights_of(plain), 2)
+    np.testing.assert_array_equal(engine.score(TOKENS), scores)
+
+
+def test_an_update_without_its_buffers_is_refused(tmp_path: Path) -> None:
+    plain = save("glm4_moe", tmp_path)
+    with pytest.raises(ValueError, match=r"update without \['model.layers.1.mlp.gate.e_score_correction_bias'"):
+        engine_of(tmp_path, dict(plain.named_parameters()))
+
+
+def test_a_folder_without_its_buffers_is_refused(tmp_path: Path) -> None:
+    plain = save("glm4_moe", tmp_path)
+    state = {name: t for name, t in plain.state_dict().items() if name != BIAS}
+    plain.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=rf"has no tensor {BIAS}, which config.json needs"):
+        build(tmp_path, device=CPU, dtype=torch.float32, weights=True)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2, alpha=4.0, targets=("q_proj",))], ids=["whole", "lora"])
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2", "apertus"])
+def test_checkpoints_and_folders_hold_them(family: str, lora: Lora | None, tmp_path: Path) -> None:
+    plain = save(family, tmp_path)
+
+    def made() -> Models:
+        return Models(
+            policy=build(tmp_path, device=CPU, dtype=torch.float32, weights=True), lora=lora, mesh=None, device=CPU
+        )
+
+    models = made()
+    models.refresh()
+    sent = models.named_parameters()
+    assert manifest(sent) == manifest(plain)
+    assert all(torch.equal(sent[name], tensor) for name, tensor in buffers(plain).items())
+    trained = {name for name, _ in models.named_trained()}
+    assert not any(f"policy.model.{name}" in trained for name in buffers(plain))
+    if lora is None:
+        for tensor in buffers(models.model).values():
+            tensor.add_(1.0)
+        after = made()
+        after.load_state_dict(models.state_dict())
+        assert all(torch.equal(t, sent[name]) for name, t in buffers(after.model).items())
+    export(sent, TrainerRanks(group=None, device=CPU), folder=tmp_path / "out", source=tmp_path, dtypes=None)
+    assert all(torch.equal(t, sent[name]) for name, t in buffers(load(tmp_path / "out")).items())
+
+
+def sharded(rank: int, folder: Path) -> tuple[object, ...]:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard"))
+    models = Models(policy=build(folder, device=CPU, dtype=torch.float32, weights=True), mesh=mesh, device=CPU)
+    scores = models.score(torch.from_numpy(TOKENS).long(), 1.0).numpy().copy()
+    return scores, {name: t.numpy().copy() for name, t in models.named_parameters().items() if name == BIAS}
+
+
+def test_sharded_trainers_have_them(tmp_path: Path) -> None:
+    plain = save("glm4_moe", tmp_path)
+    for scores, sent in run_ranks(sharded, 2, tmp_path):
+        np.testing.assert_allclose(scores, expected_logprobs(plain, TOKENS[:1], TOKENS[1:]), atol=1e-5)
+        np.testing.assert_array_equal(sent[BIAS], weights_of(plain)[BIAS])
+
+
+def test_types_on_the_wire_are_those_of_the_engine(tmp_path: Path) -> None:
+    """In bfloat16 transformers keeps GLM-4's router in float32, and not MiniMax's."""
+    for family, kept in (("glm4_moe", {BIAS, "model.layers.1.mlp.gate.weight"}), ("minimax_m2", set())):
+        save(family, tmp_path / family)
+        policy = build(tmp_path / family, device=CPU, dtype=torch.float32, weights=True)
+        models = Models(policy=policy, mesh=None, device=CPU)
+        wire = manifest(models.named_parameters(), dtype=models.dtypes(torch.bfloat16))
+        empty = build(tmp_path / family, device=CPU, dtype=torch.bfloat16, weights=False)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.bfloat16)
+        assert wire == manifest(empty) == manifest(plain)
+        assert {spec.name for spec in wire if spec.dtype == torch.float32 and ".layers.1." in spec.name} == kept
