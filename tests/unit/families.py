@@ -135,8 +135,13 @@ WIDE = {  # engines lay its matrices out for the processor
 
 def save(name: str, folder: Path, seed: int = 0) -> Path:
     """A random model of a family in `folder`, biases and norms random too."""
+    return save_config((CONFIGS | OTHERS | HYBRIDS | WIDE)[name], folder, seed)
+
+
+def save_config(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
+    """The same of any config."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS | HYBRIDS | WIDE)[name])
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
