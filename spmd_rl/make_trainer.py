@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmd_rl.advantages import ADVANTAGES
 from spmd_rl.behavior import Verdict, model_verdict
 from spmd_rl.config import Config
-from spmd_rl.model import build, check_weights, engine_dtype, head_dtype, packs
+from spmd_rl.model import build, check_weights, engine_dtype, head_dtype, packs, rope_limit
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits
@@ -111,6 +111,7 @@ def check_model(config: Config) -> Verdict:
                     f"{setting}: {type(model).__name__} carries state from token to token, so that each sequence has a "
                     "forward of its own on one rank; leave it out"
                 )
+    check_rope(model, config.inference.max_seq_len)
     if config.topology.tensor_parallel > 1:
         check_split(model, config.topology.tensor_parallel)
     if config.lora.rank:
@@ -121,6 +122,16 @@ def check_model(config: Config) -> Verdict:
     if verdict.refusal:
         raise ValueError(f"{config.model.path}: {verdict.line}; what can be trained: docs/models.md")
     return verdict
+
+
+def check_rope(model: torch.nn.Module, longest: int) -> None:
+    """ValueError where sequences of a run may grow past the limit of the model's rope."""
+    limit = rope_limit(model.config)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"inference.max_seq_len = {longest}: {type(model).__name__} has another rope for all of a sequence of more "
+            f"than {limit} tokens, so what was sampled before is not what would be trained; lower it to {limit}"
+        )
 
 
 def make_objective(config: Config) -> Objective:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -254,6 +256,37 @@ def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:
             model._init_weights(module)
 
 
+def rope_limit(config: PretrainedConfig) -> int | None:
+    """Tokens up to which positions are turned alike in every sequence: in a longer one, all of them otherwise.
+
+    None: in a sequence of any length alike.
+    """
+    text = config.get_text_config()
+    limits = [
+        rope["original_max_position_embeddings"] if kind == "longrope" else text.max_position_embeddings
+        for rope in _ropes(text)
+        if (kind := rope.get("rope_type", "default")) == "longrope" or "dynamic" in kind
+    ]
+    return min(limits, default=None)
+
+
+def within_rope_limit(config: PretrainedConfig) -> PretrainedConfig:
+    """A config with a plain rope in place of one with a limit: up to that it does the same, by other frequencies."""
+    same = deepcopy(config)
+    for rope in _ropes(same.get_text_config()):
+        if rope.get("rope_type") == "longrope" or "dynamic" in rope.get("rope_type", "default"):
+            for name in ("short_factor", "long_factor", "factor", "attention_factor"):
+                rope.pop(name, None)
+            rope["rope_type"] = "default"
+    return same
+
+
+def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of each rope, of which some architectures have one for each kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return [rope for rope in parameters.values() if isinstance(rope, dict)] or [parameters]
+
+
 def packs(model: nn.Module) -> bool:
     """Whether several sequences may share a forward: only attention passes anything from token to token.
 
@@ -275,11 +308,15 @@ def hidden_states(
 ) -> Tensor:  # [T, d], after the last norm
     """Body of the model over packed sequences; positions restart in each.
 
-    ValueError for more than one sequence of a model that does not pack.
+    ValueError for more than one sequence of a model that does not pack, or longer than the limit of its rope.
     """
     attend = Segments(cu_seqlens, parents)
-    if len(attend.spans) > 1 and not packs(model):
-        raise ValueError(f"{len(attend.spans)} sequences in one forward: {type(model).__name__} carries state")
+    if len(attend.spans) > 1:
+        if not packs(model):
+            raise ValueError(f"{len(attend.spans)} sequences in one forward: {type(model).__name__} carries state")
+        limit, longest = rope_limit(model.config), max(s.position + s.end - s.start for s in attend.spans)
+        if limit is not None and longest > limit:
+            raise ValueError(f"a sequence of {longest} tokens beside others: the rope changes above {limit}")
     return run_body(model, token_ids, token_positions(attend.spans, token_ids.device), attend)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd_rl.behavior.cache import remembered
 from spmd_rl.behavior.check import Verdict, Ways, examine
 from spmd_rl.config import Config
-from spmd_rl.model import load_config
+from spmd_rl.model import load_config, within_rope_limit
 
 __all__ = ["Verdict", "Ways", "examine", "model_verdict", "ways_of"]
 
@@ -22,6 +22,6 @@ def ways_of(config: Config) -> Ways:
 
 
 def model_verdict(config: Config) -> Verdict:
-    """Of the model in model.path, found now or before."""
-    model, ways = load_config(config.model.path), ways_of(config)
+    """Of the model in model.path, found now or before; no sequence of a run is longer than the limit of its rope."""
+    model, ways = within_rope_limit(load_config(config.model.path)), ways_of(config)
     return remembered(model, ways, lambda: examine(model, ways))
