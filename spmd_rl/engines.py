@@ -13,8 +13,9 @@ from spmd_rl.engine.kv_room import KvRoom
 from spmd_rl.engine.lockstep import Leader
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
+from spmd_rl.engine.states import state_bytes
 from spmd_rl.engine.stops import Decode
-from spmd_rl.model import build, engine_dtype, exact_dtype, head_dtype, kv_token_bytes, load_config
+from spmd_rl.model import build, engine_dtype, exact_dtype, head_dtype, kv_token_bytes, load_config, packs
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stored_names import StoredNames, original_names
 from spmd_rl.weights.adapter import AdapterReceiver
@@ -108,20 +109,24 @@ def device_bytes(device: torch.device) -> int:
 
 
 def memory_warnings(config: Config, device: torch.device, num_bytes: int) -> list[str]:
-    """A line where a native engine's keys and values alone may outgrow the `num_bytes` of its device; 0: no limit."""
+    """A line where keys, values and states of a native engine alone may outgrow the `num_bytes` of its device.
+
+    0: no limit.
+    """
     inference = config.inference
     if inference.engine != "native" or not num_bytes:
         return []
     text = load_config(config.model.path).get_text_config()
     num_tokens = inference.max_slots * Cache.capacity(inference.max_seq_len)
     token_bytes = kv_token_bytes(text, engine_dtype(config.model.dtype, device))
-    needed = inference.kv_cache_mib << 20 or num_tokens * token_bytes
+    states = inference.max_slots * sequence_state_bytes(config, device)
+    needed = inference.kv_cache_mib << 20 or num_tokens * token_bytes + states
     if needed <= num_bytes:
         return []
     return [
         f"inference.kv_cache_mib = {inference.kv_cache_mib}, max_slots = {inference.max_slots}, max_seq_len = "
-        f"{inference.max_seq_len}: keys and values may take {needed / 1e9:.0f} GB and {device} has "
-        f"{num_bytes / 1e9:.0f}: set kv_cache_mib to what weights and buffers leave, or use inference.engine = 'vllm'"
+        f"{inference.max_seq_len}: keys and values{' and states' * bool(states)} may take {needed / 1e9:.0f} GB and "
+        f"{device} has {num_bytes / 1e9:.0f}: set kv_cache_mib to what weights and buffers leave, or use inference.engine = 'vllm'"
     ]
 
 
@@ -143,4 +148,12 @@ def check_lengths(config: Config, device: torch.device) -> None:
             dtype=engine_dtype(config.model.dtype, device),
             num_bytes=config.inference.kv_cache_mib << 20,
             max_seq_len=longest,
+            state_bytes=sequence_state_bytes(config, device) if config.inference.kv_cache_mib else 0,
         )
+
+
+def sequence_state_bytes(config: Config, device: torch.device) -> int:
+    """What layers of the run's model carry from token to token beside keys and values, for one sequence."""
+    dtype = engine_dtype(config.model.dtype, device)
+    model = build(config.model.path, device="cpu", dtype=dtype, weights=False)
+    return 0 if packs(model) else state_bytes(model)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spmd_rl import config
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.states import state_bytes
+from spmd_rl.engines import memory_warnings
 from spmd_rl.model import build
 from spmd_rl.types import Completion, Sampling
 from tests.unit.families import HYBRIDS, expected_logprobs, load, prompt_of, save
@@ -139,6 +141,17 @@ def test_states_count_as_memory(family: str, numbers: int, tmp_path: Path) -> No
     assert sorted(_run(engine)) == [0, 1, 2, 3, 4]
 
 
+def test_states_that_outgrow_a_device_are_warned_of(tmp_path: Path) -> None:
+    save("lfm2", tmp_path)
+    settings = [f"model.path={tmp_path}", "inference.max_slots=64", "inference.max_seq_len=2048"]
+    loaded = config.load(Path(__file__).parents[2] / "configs" / "tiny_cpu.toml", settings)
+    keys, states = 2048 * 2 * 2 * 8 * 2, 2 * 32 * 3 * 2  # bytes of a row in bfloat16: one layer attends, two convolve
+    device = torch.device("cuda", 0)
+    assert memory_warnings(loaded, device, 64 * (keys + states)) == []
+    (line,) = memory_warnings(loaded, device, 64 * (keys + states) - 1)
+    assert "keys and values and states may take" in line
+
+
 def test_a_cancelled_sequence_leaves_the_others_their_states(tmp_path: Path) -> None:
     plain = load(save("granitemoehybrid", tmp_path), "eager")
     engine = _engine(tmp_path)
@@ -155,8 +168,8 @@ def test_a_cancelled_sequence_leaves_the_others_their_states(tmp_path: Path) -> 
 def test_time_steps_are_clamped_as_in_a_plain_forward(tmp_path: Path) -> None:
     """The form of Mamba 2 for one token in transformers 5.24 leaves the limit out."""
     torch.manual_seed(0)
-    config = type(HYBRIDS["bamba"])(**HYBRIDS["bamba"].to_dict() | {"time_step_limit": (0.5, 1.0)})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    clamped = type(HYBRIDS["bamba"])(**HYBRIDS["bamba"].to_dict() | {"time_step_limit": (0.5, 1.0)})
+    AutoModelForCausalLM.from_config(clamped).save_pretrained(tmp_path)
     plain, prompt = load(tmp_path, "eager"), prompt_of(10)
     engine = _engine(tmp_path)
     engine.submit(0, prompt, Sampling(max_tokens=20, seed=1))
