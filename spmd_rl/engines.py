@@ -126,7 +126,8 @@ def memory_warnings(config: Config, device: torch.device, num_bytes: int) -> lis
     return [
         f"inference.kv_cache_mib = {inference.kv_cache_mib}, max_slots = {inference.max_slots}, max_seq_len = "
         f"{inference.max_seq_len}: keys and values{' and states' * bool(states)} may take {needed / 1e9:.0f} GB and "
-        f"{device} has {num_bytes / 1e9:.0f}: set kv_cache_mib to what weights and buffers leave, or use inference.engine = 'vllm'"
+        f"{device} has {num_bytes / 1e9:.0f}: set kv_cache_mib to what weights and buffers leave, or use "
+        "inference.engine = 'vllm'"
     ]
 
 
