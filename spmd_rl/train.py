@@ -55,6 +55,7 @@ from spmd_rl.world import (
     leave_refused,
     meet,
     note,
+    port_warnings,
     tell_stack_when_asked,
 )
 
@@ -262,7 +263,8 @@ def _begin(world: World, config: Config, start: Start, compared: Sequence[str]) 
             print(line)
     elif aside:
         print(f"the run before left no complete checkpoint: it lies in {aside} now, and this one begins at version 0")
-    for line in config_module.warnings(config) + memory_warnings(config, world.device, device_bytes(world.device)):
+    warnings = config_module.warnings(config) + memory_warnings(config, world.device, device_bytes(world.device))
+    for line in warnings + port_warnings():
         print(f"warning: {line}")
     sys.stdout.flush()
 

@@ -21,6 +21,7 @@ who watches for dead or hung ranks is liveness.py.  Knows nothing of what the ro
 from __future__ import annotations
 
 import faulthandler
+import ipaddress
 import json
 import logging
 import os
@@ -143,6 +144,22 @@ class World:
         if self.generation > 1:
             parts.append(f"start number {self.generation}")
         return ", ".join(parts)
+
+
+def port_warnings() -> list[str]:
+    """A line where the job's store, which asks nobody for a password, listens on an address of the public internet."""
+    name = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        found = {ipaddress.ip_address(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    except (OSError, ValueError):  # no name that is known here: then the start failed before
+        return []
+    public = sorted(str(address) for address in found if address.is_global)
+    if not public:
+        return []
+    return [
+        f"the job's store is at {name} ({public[0]}), a public address: whoever reaches it can run code in this job. Give "
+        "torchrun --master-addr, or --rdzv-endpoint, of a private network, with a firewall in front of it"
+    ]
 
 
 def meet(timeout_s: float = 300.0) -> Meeting:
