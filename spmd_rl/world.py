@@ -157,8 +157,8 @@ def port_warnings() -> list[str]:
     if not public:
         return []
     return [
-        f"the job's store is at {name} ({public[0]}), a public address: whoever reaches it can run code in this job. Give "
-        "torchrun --master-addr, or --rdzv-endpoint, of a private network, with a firewall in front of it"
+        f"the job's store is at {name} ({public[0]}), a public address: whoever reaches it can run code in this job. "
+        "Give torchrun --master-addr, or --rdzv-endpoint, of a private network, with a firewall in front of it"
     ]
 
 
