@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.attention import spans, under
 from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import head, hidden_states
+from spmd_rl.model import head, hidden_states, weight_dtypes
 from spmd_rl.model_parts import body, decoder_layers
 from spmd_rl.trainer.context_parallel import Part, num_dealt, split_hidden_states, together
 
@@ -131,7 +131,13 @@ def compute_in(root: LogProbs | Values, dtype: torch.dtype) -> None:
 
     Not together with `recompute_layers`: a layer that is computed again is out of the forward.
     """
-    places = [(m, name, p) for m in root.modules() for name, p in m._parameters.items() if p is not None]
+    kept = _kept(root.model, dtype)
+    places = [
+        (module, name, parameter)
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter not in kept
+    ]
 
     def cast(*_: object) -> None:
         made = {id(p): p.to(dtype) for _, _, p in places}  # tied ones once
@@ -156,7 +162,8 @@ def shard(
 ) -> None:
     """fully_shard on each decoder layer and on the root, in place.
 
-    Parameters, gradients and their reduction stay in the model's dtype (float32); layers compute in `compute_dtype`.
+    Parameters, gradients and their reduction stay in the model's dtype (float32); layers compute in `compute_dtype`,
+    but with parameters that the architecture keeps in float32 (a router's) as they are.
     The root (embedding, head, last norm) stays gathered between forward and backward.  cpu_offload keeps shards,
     gradients and so the optimizer in host memory.
     """
@@ -168,9 +175,23 @@ def shard(
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    kept = set() if compute_dtype == master else _kept(policy.model, compute_dtype)
+    for name, module in list(policy.named_modules()):
+        if kept.isdisjoint(own := set(module.parameters(recurse=False))):
+            continue
+        if own - kept:
+            raise ValueError(f"model.dtype: only a part of {name} may be computed in {compute_dtype}: use float32")
+        exact = settings | {"mp_policy": MixedPrecisionPolicy(), "reshard_after_forward": reshard_after_forward}
+        fully_shard(module, **exact)
     for layer in decoder_layers(policy.model):
         fully_shard(layer, **settings, reshard_after_forward=reshard_after_forward)
     fully_shard(policy, **settings, reshard_after_forward=False)
+
+
+def _kept(model: nn.Module, dtype: torch.dtype) -> set[nn.Parameter]:
+    """Parameters that a model of `dtype` has in another type."""
+    types = weight_dtypes(model, dtype)
+    return {p for name, p in model.named_parameters() if types.get(name, dtype) != dtype}
 
 
 def reshard(policy: nn.Module) -> None:

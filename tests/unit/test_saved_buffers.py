@@ -25,6 +25,7 @@ from tests.unit.families import SHAPE, expected_logprobs, load, prompt_of
 CPU = torch.device("cpu")
 TOKENS = prompt_of(50)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+ROUTER = "model.layers.1.mlp.gate.weight"
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 ROUTED = dict(**EXPERTS, n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
 PADDED = SHAPE | {"pad_token_id": 0}
@@ -139,18 +140,50 @@ def test_checkpoints_and_folders_hold_them(family: str, lora: Lora | None, tmp_p
     assert all(torch.equal(t, sent[name]) for name, t in buffers(load(tmp_path / "out")).items())
 
 
-def sharded(rank: int, folder: Path) -> tuple[object, ...]:
+def sharded(rank: int, folder: Path) -> list[tuple[object, ...]]:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard"))
-    models = Models(policy=build(folder, device=CPU, dtype=torch.float32, weights=True), mesh=mesh, device=CPU)
-    scores = models.score(torch.from_numpy(TOKENS).long(), 1.0).numpy().copy()
-    return scores, {name: t.numpy().copy() for name, t in models.named_parameters().items() if name == BIAS}
+    found, tokens = [], torch.from_numpy(TOKENS).long()
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = build(folder, device=CPU, dtype=torch.float32, weights=True)
+        models = Models(policy=policy, mesh=mesh, device=CPU, compute_dtype=dtype, reshard_after_forward=True)
+        sent = {name: t.numpy().copy() for name, t in models.named_parameters().items() if name == BIAS}
+        scores = models.score(tokens, 1.0).numpy().copy()
+        logprobs, _, _ = models.policy(tokens, [0, 50], torch.tensor([3]), torch.tensor([1]), 1.0)
+        logprobs.sum().backward()
+        found.append((scores, sent, dict(policy.named_parameters())[ROUTER].grad.full_tensor().numpy().copy()))
+    return found
 
 
-def test_sharded_trainers_have_them(tmp_path: Path) -> None:
+def test_sharded_trainers_have_them_and_keep_routers_in_float32(tmp_path: Path) -> None:
     plain = save("glm4_moe", tmp_path)
-    for scores, sent in run_ranks(sharded, 2, tmp_path):
-        np.testing.assert_allclose(scores, expected_logprobs(plain, TOKENS[:1], TOKENS[1:]), atol=1e-5)
+    theirs = expected_logprobs(plain, TOKENS[:1], TOKENS[1:])
+    rounded = score_in_bfloat16(tmp_path, weights_of(plain))
+    for (scores, sent, grad), (scores_of_bfloat16, _, grad_of_bfloat16) in run_ranks(sharded, 2, tmp_path):
+        np.testing.assert_allclose(scores, theirs, atol=1e-5)
         np.testing.assert_array_equal(sent[BIAS], weights_of(plain)[BIAS])
+        np.testing.assert_allclose(scores_of_bfloat16, rounded, atol=1e-5)
+        assert np.abs(grad).max() > 1e-3
+        np.testing.assert_allclose(grad_of_bfloat16, grad, atol=0.1 * np.abs(grad).max())
+    coarse = {name: t.bfloat16().float() if name == ROUTER else t for name, t in weights_of(plain).items()}
+    assert np.abs(rounded - score_in_bfloat16(tmp_path, coarse)).max() > 1e-3  # planted: its router in bfloat16
+
+
+def score_in_bfloat16(folder: Path, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """By a native engine, log-probs of all tokens but the first."""
+    empty = build(folder, device=CPU, dtype=torch.bfloat16, weights=False)
+    engine = NativeEngine(model=empty, device=CPU, max_seq_len=128)
+    types = {spec.name: spec.dtype for spec in manifest(empty)}
+    engine.load_weights({name: tensor.detach().to(types[name]) for name, tensor in weights.items()}, 0)
+    return engine.score(TOKENS)[1:]
+
+
+@pytest.mark.parametrize(("family", "near"), [("glm4_moe", 1e-5), ("apertus", 1e-5), ("exaone_moe", 1e-5)])
+def test_a_trainer_alone_keeps_in_float32_what_the_engine_does(family: str, near: float, tmp_path: Path) -> None:
+    plain = save(family, tmp_path)
+    policy = build(tmp_path, device=CPU, dtype=torch.float32, weights=True)
+    models = Models(policy=policy, mesh=None, device=CPU, compute_dtype=torch.bfloat16)
+    scores = models.score(torch.from_numpy(TOKENS).long(), 1.0)
+    np.testing.assert_allclose(scores, score_in_bfloat16(tmp_path, weights_of(plain)), atol=near)
 
 
 def test_types_on_the_wire_are_those_of_the_engine(tmp_path: Path) -> None:
