@@ -278,6 +278,23 @@ def test_kl_to_the_reference_in_the_loss(kl: str, value: float, slope: float) ->
     assert result.sums["kl_reference"].item() == pytest.approx(value)
 
 
+@pytest.mark.parametrize("name", KLS)
+def test_gradient_of_each_kl_over_all_that_the_policy_may_sample(name: str) -> None:
+    """k1 has none, so it regularises nothing in a loss; k2 has that of KL(policy || reference), k3 of the other way."""
+    logits = torch.tensor([0.3, -1.2, 0.8, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.5, 0.4, 0.1, 1.0], dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    exact = {
+        "k1": 0.0 * policy.sum(),
+        "k2": (policy.exp() * (policy - reference)).sum(),
+        "k3": (reference.exp() * (reference - policy)).sum(),
+    }
+    sampled = (policy.detach().exp() * KLS[name](policy, reference)).sum()
+    (found,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(exact[name], logits)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+
+
 def test_kl_to_the_reference_in_the_reward_is_paid_by_the_tokens_before_it() -> None:
     """k1 = 0.5, 1 | -0.25 at the start of the batch: the first token of a sequence pays for all of it."""
     batch = rows([-1.1, -1.3, -1.2], proximal=[-1.0] * 3, advantages=[1.0, 1.0, 2.0], sequence=[0, 0, 1])
