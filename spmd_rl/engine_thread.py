@@ -122,10 +122,10 @@ class EngineThread:
             completion, wasted_tokens = request.future.result()
             raise Cancelled(len(completion.token_ids) + wasted_tokens) from None
 
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """As `Engine.score`, between two steps.  Waits for the engine thread."""
-        future: asyncio.Future[np.ndarray] = self._loop.create_future()
-        self._commands.put(lambda: self._answer(future, self.engine.score(token_ids)))
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`Engine.score` and its `scored_choices`, between two steps.  Waits for the engine thread."""
+        future: asyncio.Future[tuple[np.ndarray, np.ndarray]] = self._loop.create_future()
+        self._commands.put(lambda: self._answer(future, (self.engine.score(token_ids), self.engine.scored_choices)))
         return await future
 
     def load(

@@ -152,7 +152,8 @@ class InferenceRank:
             sample = await self._sampler.at(version)
         packed = packing.pack(sample.rollouts, np.ones(len(sample.rollouts), np.float32))
         words = {"number": number, "version": self._engine.version, "num_tokens": sample.num_tokens}
-        self._send(Message(Kind.SAMPLED, {**words, "words": packed.words}, packed.arrays() | {"scores": sample.scores}))
+        arrays = packed.arrays() | {"scores": sample.scores, "choices": sample.choices}
+        self._send(Message(Kind.SAMPLED, {**words, "words": packed.words}, arrays))
 
     def _probe_ended(self, task: asyncio.Task[None]) -> None:
         self._probing.discard(task)

@@ -208,9 +208,9 @@ async def run_orchestrator(
             case Kind.STATS:
                 orchestrator.counted(rank, words["number"], words["stats"])
             case Kind.SAMPLED:
-                arrays = {name: array for name, array in message.arrays.items() if name != "scores"}
-                packed = packing.from_arrays(arrays, words["words"])
-                sampled = Sampled(rank=rank, packed=packed, scores=message.arrays["scores"])
+                arrays = dict(message.arrays)
+                forward = {name: arrays.pop(name) for name in ("scores", "choices")}
+                sampled = Sampled(rank=rank, packed=packing.from_arrays(arrays, words["words"]), **forward)
                 orchestrator.sampled(rank, words["number"], words["num_tokens"], sampled)
             case Kind.PROBED:
                 orchestrator.scored(rank, words["number"], Scored(**message.arrays, seconds=words["seconds"]))

@@ -44,6 +44,7 @@ class Sample:
 
     rollouts: list[Rollout]  # members of one group share a prompt
     scores: np.ndarray  # [T] float32, of all their tokens: by the engine's own forward, at temperature 1; 0 = first
+    choices: np.ndarray  # [T, layers · k] int16, experts of each token in that forward; [., 0] where they are not known
     num_tokens: int  # that it cost, in the engine's count
 
 
@@ -135,6 +136,7 @@ class ProbeSampler:
             rollout.append(prompt)
             rollout.append(completion.token_ids, completion.logprobs, completion.versions)
             rollouts.append(rollout)
-        scores = [await self._engine.score(rollout.token_ids) for rollout in rollouts]
+        scored = [await self._engine.score(rollout.token_ids) for rollout in rollouts]
+        scores, choices = map(np.concatenate, zip(*scored, strict=True))
         num_tokens, self._num_tokens = self._num_tokens, 0
-        return Sample(rollouts=rollouts, scores=np.concatenate(scores), num_tokens=num_tokens)
+        return Sample(rollouts=rollouts, scores=scores, choices=choices, num_tokens=num_tokens)

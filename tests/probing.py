@@ -62,7 +62,7 @@ def probes(
             share = packing.pack(sample.rollouts)
             scored = Scored(**trainer.score_probe(behind(beside, share))).last(len(share.token_ids))
             beside = beside or ends_of(share)
-            sampled = Sampled(rank=0, packed=share, scores=sample.scores)
+            sampled = Sampled(rank=0, packed=share, scores=sample.scores, choices=sample.choices)
             measured.append(compare(sampled, [scored], version=version, limits=EXACT, recomputes=recomputes))
         thread.close(60.0)
         return measured

@@ -44,6 +44,10 @@ class Leader:
         return self._engine.prefill_budget
 
     @property
+    def scored_choices(self) -> np.ndarray:
+        return self._engine.scored_choices
+
+    @property
     def num_running(self) -> int:
         return self._engine.num_running
 

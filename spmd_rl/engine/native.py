@@ -30,6 +30,7 @@ from spmd_rl.engine.stops import Decode, check_stop, completes_stop
 from spmd_rl.engine.weights import check_update, sampled_before
 from spmd_rl.logprobs import token_logprobs
 from spmd_rl.model import packs
+from spmd_rl.routes import NO_CHOICES, choices, expert_layers, sorted_choices
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import manifest
 
@@ -59,6 +60,8 @@ class NativeEngine:
                 raise ValueError(f"{name} must be >= 1, is {value}")
         config = model.config.get_text_config()
         self.version = -1
+        self.scored_choices = NO_CHOICES
+        self._experts = expert_layers(model)
         self.num_steps = 0
         self.num_generated_tokens = 0
         self.num_prefill_tokens = 0
@@ -179,7 +182,9 @@ class NativeEngine:
         if not 0 < len(token_ids) <= self._max_seq_len:
             raise ValueError(f"score of {len(token_ids)} tokens, max_seq_len is {self._max_seq_len}")
         ids = torch.as_tensor(np.asarray(token_ids, np.int64), device=self._device)
-        hidden = self._body(ids, torch.arange(len(ids), device=self._device), Segments([0, len(ids)]))
+        with choices(self._experts) as seen:
+            hidden = self._body(ids, torch.arange(len(ids), device=self._device), Segments([0, len(ids)]))
+        self.scored_choices = sorted_choices(seen, len(self._experts), len(ids))
         logprobs, _ = token_logprobs(hidden[:-1], self._body.head, ids[1:])
         return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
 

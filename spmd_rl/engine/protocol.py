@@ -16,6 +16,7 @@ class Engine(Protocol):
 
     version: int  # of the loaded weights, -1 before the first load
     prefill_budget: int  # prompt tokens that one step computes, at most
+    scored_choices: np.ndarray  # of the last `score`: [T, layers · k] int16, experts of each token; [., 0]: not known
 
     @property
     def num_running(self) -> int:

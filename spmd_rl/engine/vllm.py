@@ -34,6 +34,7 @@ from spmd_rl.engine.sampling import check_request
 from spmd_rl.engine.stops import Decode, check_stop, completes_stop
 from spmd_rl.engine.weights import check_update, sampled_before
 from spmd_rl.model import kv_token_bytes
+from spmd_rl.routes import NO_CHOICES
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import TensorSpec
 
@@ -119,6 +120,7 @@ class VllmEngine:
         check_installed()
         text = config.get_text_config()
         self.version = -1
+        self.scored_choices = NO_CHOICES  # vLLM does not give them away
         self._specs, self._group, self._device = {spec.name: spec for spec in specs}, group, device
         self._local_rank = device.index or 0 if device.type == "cuda" else group.rank()
         self._vocab, self._tied = text.vocab_size, bool(config.tie_word_embeddings)

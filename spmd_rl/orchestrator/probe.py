@@ -14,7 +14,7 @@ far: there the 99th percentile counts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,6 +34,10 @@ STALE = (
     "its forward over the whole sequence agrees: what it keeps of running sequences (keys, values, a state) is stale "
     "or wrong, or it samples at another temperature"
 )
+
+
+def _unknown() -> np.ndarray:
+    return np.empty((0, 0), np.int16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,8 @@ class Sampled:
     rank: int  # that leads the engine
     packed: Packed
     scores: np.ndarray  # [T] float32, by the engine's forward, at temperature 1; 0 for the first token of each sequence
+    choices: np.ndarray = field(default_factory=_unknown)
+    # [T, layers · k] int16, experts of each token in that forward; [., 0] where they are not known
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,11 +82,13 @@ class Scored:
     packed: np.ndarray  # as it would be trained, at the temperature of sampling; 0 off the loss mask
     alone: np.ndarray  # each sequence in a forward of its own, at that temperature
     plain: np.ndarray  # the same at temperature 1
+    choices: np.ndarray = field(default_factory=_unknown)  # as an engine's, alone; -1 for last tokens
     seconds: float = 0.0
 
     def last(self, num: int) -> Scored:
         """Of the last tokens alone."""
-        return replace(self, packed=self.packed[-num:], alone=self.alone[-num:], plain=self.plain[-num:])
+        names = ("packed", "alone", "plain", "choices")
+        return replace(self, **{name: getattr(self, name)[-num:] for name in names})
 
 
 def ends_of(packed: Packed) -> list[Rollout]:
@@ -140,6 +148,9 @@ def compare(
         }
         if kept.any():
             values["probe/kept_kl"] = k3(differences[kept])
+        if sampled.choices.size and sampled.choices.shape == trainer.choices.shape:
+            both = (trainer.choices >= 0).all(1)
+            values["probe/flips"] = int((sampled.choices != trainer.choices)[both].any(1).sum())
         measured.append(values)
     return {"probe/tokens": int(whole.sum())} | together(measured)
 

@@ -21,17 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.model_parts import decoder_layers
-
-
-def expert_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold experts, in the order of layers; none in a dense model."""
-    return [module for layer in decoder_layers(model) for module in layer.modules() if num_experts(module)]
-
-
-def num_experts(module: nn.Module) -> int:
-    """Of a module whose own weights are those of several experts, [experts, …, …]; else 0."""
-    num = getattr(module, "num_experts", 0)
-    return num if any(p.ndim == 3 and p.shape[0] == num for p in module.parameters(recurse=False)) else 0
+from spmd_rl.routes import expert_layers, num_experts
 
 
 def num_chosen(layer: nn.Module) -> int:

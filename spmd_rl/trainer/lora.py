@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from spmd_rl import tensor_file
 from spmd_rl.config.settings import Lora as Settings
 from spmd_rl.folders import written_aside
-from spmd_rl.trainer.experts import expert_layers
+from spmd_rl.routes import expert_layers
 from spmd_rl.weights.low_rank import Lora
 
 DEFAULT = Settings().targets

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from spmd_rl.objective import Objective, Sums
 from spmd_rl.objective.losses import Rows, k1
+from spmd_rl.routes import choices, sorted_choices
 from spmd_rl.stored_names import StoredNames
 from spmd_rl.trainer.critic import Credit, Credited, credit, value_losses
 from spmd_rl.trainer.experts import Routing, auxiliary_loss, check_router_loss
@@ -431,15 +432,21 @@ class Trainer:
     def score_probe(
         self,
         share: Share,  # the same on all ranks, each ticket once, no advantage 0
-    ) -> dict[str, np.ndarray]:  # [T] float32 each
+    ) -> dict[str, np.ndarray]:  # [T] float32 each, but for choices
         """What engines sampled: `packed` as it would be trained, each sequence `alone`, and that at temperature 1.
 
-        The first two at the temperature of sampling; packed is 0 off the loss mask.
+        The first two at the temperature of sampling; packed is 0 off the loss mask.  `choices` as those of an engine,
+        of each sequence alone; where ranks share its tokens they are not known.
         """
-        sequences = np.split(share.token_ids, share.cu_seqlens[1:-1])
-        alone = np.concatenate([self.score(sequence, self.temperature) for sequence in sequences])
+        sequences, scored = np.split(share.token_ids, share.cu_seqlens[1:-1]), []
+        experts = [] if self.models.policy.context is not None else self.routing.experts
+        for sequence in sequences:
+            with choices(experts) as seen:
+                scores = self.score(sequence, self.temperature)
+            scored.append((scores, sorted_choices(seen, len(experts), len(sequence))))
+        alone, chosen = map(np.concatenate, zip(*scored, strict=True))
         plain = alone if self.temperature == 1 else np.concatenate([self.score(sequence) for sequence in sequences])
-        return {"packed": self._score_packed(share), "alone": alone, "plain": plain}
+        return {"packed": self._score_packed(share), "alone": alone, "plain": plain, "choices": chosen}
 
     @torch.no_grad()
     def _score_packed(self, share: Share) -> np.ndarray:  # [T] float32

@@ -34,7 +34,7 @@ LAYERS = [
     {"logit_form", "config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
     | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"}
     | {"loop_watch"},
-    {"judge", "model", "history", "continuation"},
+    {"judge", "model", "routes", "history", "continuation"},
     {"envs", "weights", "stored_names"},
     {"tiny_model", "smollm2"},
     {

@@ -79,7 +79,7 @@ def test_an_engine_samples_for_the_probe_at_the_version_that_is_asked_for(tmp_pa
     sampled = asyncio.run(main())
     versions = {}
     for version, answer in sampled.items():
-        arrays = {name: array for name, array in answer.arrays.items() if name != "scores"}
+        arrays = {name: array for name, array in answer.arrays.items() if name not in ("scores", "choices")}
         rollouts = packing.unpack(packing.from_arrays(arrays, answer.words["words"]))
         versions[version] = [rollout.versions[rollout.loss_mask] for rollout in rollouts]
         expected = model_scores(version, rollouts)

@@ -20,13 +20,24 @@ from tests.unit.test_trainer import trainer
 MEASURES = ("probe/sampled_max", "probe/sampled_kl", "probe/max_difference", "probe/packed_max")
 WEIGHTS, KEEPS, LEAKS = "it does not compute with the weights", "what it keeps of running sequences", "see each other"
 LENGTH = 128
-FAMILIES = ("llama", "mistral", "lfm2", "qwen3_5")
+FAMILIES = ("llama", "mistral", "lfm2", "qwen3_5", "qwen3_moe")
 
 
 def engine(folder: Path, kind: str = "native", **settings: object) -> NativeEngine:
     model = build(folder, device="cpu", dtype=torch.float32, weights=False)
     settings = {"max_slots": 8, "max_seq_len": LENGTH, "prefill_budget": 32, "functional": kind == "native"} | settings
     return NativeEngine(model=model, device=torch.device("cpu"), **settings)
+
+
+def other_router(of: NativeEngine) -> None:
+    """A token's choices are those of another router: the experts' own weights are right."""
+    load = of.load_weights
+
+    def rolled(tensors: probing.Weights, version: int) -> None:
+        gates = {name: tensor.roll(1, 0) for name, tensor in tensors.items() if name.endswith("mlp.gate.weight")}
+        load({**tensors, **gates}, version)
+
+    of.load_weights = rolled
 
 
 def other_config(folder: Path, to: Path, **changed: object) -> Path:
@@ -73,6 +84,7 @@ def measure(folders: list[Path], engine: NativeEngine, policy, **settings: objec
         ("mistral", "modules", {"micro_batch_tokens": 40}),
         ("lfm2", "modules", {"pack": False}),
         ("qwen3_5", "modules", {"pack": False}),
+        ("qwen3_moe", "modules", {}),
     ],
 )
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -85,6 +97,7 @@ def test_a_sound_engine_samples_what_the_trainer_trains(folders, family, kind, t
         assert values["probe/sampled_max"] < MOST_DIFFERENCE / 10 and values["probe/packed_max"] < 1e-5
     assert ("probe/kept_kl" in small) == (not recomputes) and small.get("probe/kept_kl", 1.0) > 0.01
     assert "probe/kept_kl" not in full
+    assert full.get("probe/flips") == small.get("probe/flips") == (0 if family == "qwen3_moe" else None)
 
 
 def test_planted_faults_are_found_and_the_likely_side_is_named(folders, tmp_path, capsys):
@@ -101,6 +114,7 @@ def test_planted_faults_are_found_and_the_likely_side_is_named(folders, tmp_path
         "a dropped sliding window": (mistral, None, {"config": unwindowed}, WEIGHTS),
         "a state that another sequence left": (lfm2, leaked_state, {"pack": False}, KEEPS),
         "a stale state after a swap": (lfm2, stale_keys, {"pack": False}, KEEPS),
+        "another router": (folders["qwen3_moe"], other_router, {}, WEIGHTS),
         "a packed sequence sees the one before": (llama, None, {"leaks": True}, LEAKS),
     }
     rows = {}
@@ -116,6 +130,7 @@ def test_planted_faults_are_found_and_the_likely_side_is_named(folders, tmp_path
         assert small["probe/sampled_max"] > MOST_DIFFERENCE, name
         assert (full["probe/sampled_max"] > MOST_DIFFERENCE) == (plant is not probing.one_version_behind), name
         rows[name] = small
+        assert (small.get("probe/flips", 0) > 0) == (plant is other_router), name
         with pytest.raises(Disagreement, match=cause):
             assert_agreed(rows[name], rank=0, version=1, limits=probing.EXACT)
     with capsys.disabled():

@@ -1,6 +1,7 @@
 """What a probe measures, and where the limits are."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,16 @@ def test_what_lived_through_a_swap_without_being_recomputed_is_only_reported():
     assert (values["probe/tokens"], values["probe/sampled_max"]) == (3, 0.0)
     assert values["probe/kept_kl"] == pytest.approx((math.exp(0.5) - 1.5) / 2)
     assert_agreed(values, rank=2, version=7, limits=EXACT)
+
+
+def test_tokens_that_were_sent_to_other_experts_are_counted_but_for_the_last_of_a_sequence():
+    sampled, scored = halves(*[0.0] * 9)
+    here = np.tile(np.array([0, 3, 1, 2], np.int16), (15, 1))  # two of four experts in two layers
+    there = here.copy()
+    there[3], there[7, :2], there[4] = [0, 3, 0, 2], [1, 2], -1
+    sampled, scored = replace(sampled, choices=here), replace(scored, choices=there)
+    assert compare(sampled, [scored], version=7, limits=EXPERTS, recomputes=True)["probe/flips"] == 2
+    assert "probe/flips" not in measured(*[0.0] * 9)
 
 
 def test_a_probe_without_a_token_of_its_version_proves_nothing():

@@ -187,7 +187,7 @@ GENERAL = {
     r"^reward/.*/.*": "reward/ENV/PART",
     r"^failures/.*": "failures/NAME",
 }
-ELSEWHERE = {"probe/kept_kl"}  # with inference.kv_on_update = "keep" alone: tests of the probe show it
+ELSEWHERE = {"probe/kept_kl", "probe/flips"}  # with kv_on_update = "keep", with experts: tests of the probe show them
 
 
 def described(heading: str) -> set[str]:
