@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spmd_rl.model_parts import body
 
@@ -28,8 +29,9 @@ def logit_form(model: nn.Module) -> tuple[float, float | None]:
     points = torch.tensor([_TINY, 1e9, -1e9, *range(-60, 61, 4)], dtype=torch.float64)
     products = points[:, None].expand(-1, num)[None]  # [1, points, V]
     seen: list[Tensor] = []
-    within = body(model)
-    within.forward = lambda *_, **__: _Given(hidden.expand(1, len(points), width))
+    bodies = [m for m in body(model).modules() if isinstance(m, PreTrainedModel)]  # OPT calls one within its body
+    for one in bodies:
+        one.forward = lambda *_, **__: _Given(hidden.expand(1, len(points), width))
     out.forward = lambda x: seen.append(x) or products
     try:
         ids = torch.zeros(1, len(points), dtype=torch.long)
@@ -39,7 +41,8 @@ def logit_form(model: nn.Module) -> tuple[float, float | None]:
             f"{name}: its logits are no projection of the last hidden state: {_first_line(error)}"
         ) from error
     finally:
-        del within.forward, out.forward
+        for one in (*bodies, out):
+            del one.forward
     if len(seen) != 1 or seen[0].shape != (1, len(points), width) or seen[0].is_meta or logits.is_meta:
         raise ValueError(f"{name}: its logits are no projection of the last hidden state")
     if logits.shape != products.shape[1:]:

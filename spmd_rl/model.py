@@ -251,9 +251,16 @@ def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
-    for module in model.modules():
-        if next(module.buffers(), None) is not None:  # some modules fill those of modules within them
-            model._init_weights(module)
+    _initialize(model, model)
+
+
+def _initialize(module: nn.Module, within: PreTrainedModel) -> None:
+    """As transformers does: modules within first, each by the innermost model that it is part of."""
+    within = module if isinstance(module, PreTrainedModel) else within
+    for child in module.children():
+        _initialize(child, within)
+    if next(module.buffers(), None) is not None:  # some modules fill those of modules within them
+        within._init_weights(module)
 
 
 def rope_limit(config: PretrainedConfig) -> int | None:

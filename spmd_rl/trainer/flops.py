@@ -31,9 +31,10 @@ class Flops:
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         config = model.config.get_text_config()
         layers, _, dim = kv_shape(config)
+        width = layers * dim * config.num_attention_heads if layers else 0  # of all queries of a token
         self.per_input = sum(map(_per_token, decoder_layers(model)))  # a token through the body
         self.per_row = _per_row(head(model).weight)  # a loss token through the head
-        self.per_pair = 3 * 4 * config.num_attention_heads * dim * layers  # a query with a key that it sees
+        self.per_pair = 3 * 4 * width  # a query with a key that it sees
         self._device, self._dtype = device, dtype
 
     def of(self, micro_batches: Sequence[MicroBatch]) -> float:

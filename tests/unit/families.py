@@ -12,14 +12,18 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
+    OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -27,6 +31,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Zamba2Config,
 )
 
 VOCAB = 97
@@ -77,6 +82,18 @@ OTHERS = {  # that nothing here was written for
     ),
     "olmo2": Olmo2Config(**(SHAPE | dict(pad_token_id=0))),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    "nemotron": NemotronConfig(**(SHAPE | dict(pad_token_id=0))),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=512, bos_token_id=None),
+    "opt": OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        pad_token_id=0,
+    ),
     "gpt_neox": GPTNeoXConfig(**{name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}),
 }
 LINEAR = dict(  # of gated delta rule layers
@@ -124,6 +141,28 @@ HYBRIDS: dict[str, PretrainedConfig] = {  # layers that carry state from token t
     ),
     "bamba": BambaConfig(**(SHAPE | {"pad_token_id": 0}), **MAMBA, attn_layer_indices=[1]),
     "falcon_h1": FalconH1Config(**(SHAPE | {"pad_token_id": 0}), **MAMBA, mamba_d_ssm=64),
+    "zamba2": Zamba2Config(
+        **(SHAPE | {"pad_token_id": 0}),
+        layers_block_type=["mamba", "hybrid", "mamba"],
+        mamba_d_state=8,
+        mamba_headdim=8,
+        n_mamba_heads=8,
+        mamba_ngroups=1,
+        chunk_size=16,
+        num_mem_blocks=1,
+        adapter_rank=4,
+    ),
+    "mamba2": Mamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+        chunk_size=16,
+        initializer_range=0.15,
+    ),
 }
 WIDE = {  # engines lay its matrices out for the processor
     "wide": LlamaConfig(

@@ -80,6 +80,21 @@ def test_a_swap_in_mid_sequence_recomputes_states(family: str, deterministic: bo
             np.testing.assert_allclose(done[i].logprobs[part], expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "lfm2"])
+def test_bfloat16_runs_and_scores_its_own_samples(family: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    model = build(tmp_path, device="cpu", dtype=torch.bfloat16, weights=False)
+    engine = NativeEngine(model=model, device=torch.device("cpu"), max_seq_len=128)
+    engine.load_weights({name: p.detach().bfloat16() for name, p in _weights(tmp_path).items()}, 0)
+    prompts = [prompt_of(5), prompt_of(40)]
+    for i, prompt in enumerate(prompts):
+        engine.submit(i, prompt, Sampling(max_tokens=20, seed=i))
+    done = _run(engine)
+    for i, prompt in enumerate(prompts):
+        scores = engine.score(np.concatenate([prompt, done[i].token_ids]))[len(prompt) :]
+        assert np.abs(scores - done[i].logprobs).mean() < 0.05
+
+
 def test_kept_states_are_of_the_weights_that_made_them(tmp_path: Path) -> None:
     save("lfm2", tmp_path / "old", seed=0)
     new = load(save("lfm2", tmp_path / "new", seed=1), "eager")
