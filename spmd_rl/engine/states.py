@@ -20,13 +20,32 @@ from torch import Tensor, nn
 from spmd_rl.model import cache_keyword
 from spmd_rl.model_parts import body
 
+KINDS = ("conv", "recurrent")
+
 
 class Key(NamedTuple):
     """Which state of which layer."""
 
     layer: int
-    kind: str  # "conv" | "recurrent"
+    kind: str  # of KINDS
     index: int
+
+
+class _Layer(NamedTuple):
+    """What layers of transformers before 5.24 read themselves."""
+
+    conv_states: dict[int, Tensor]
+    recurrent_states: dict[int, Tensor]
+    record_past: bool = False
+
+
+class _Layers:
+    def __init__(self, held: dict[Key, Tensor]) -> None:
+        self._held = held
+
+    def __getitem__(self, layer: int) -> _Layer:
+        of = {kind: {k.index: x for k, x in self._held.items() if k[:2] == (layer, kind)} for kind in KINDS}
+        return _Layer(*of.values())
 
 
 class States:
@@ -73,6 +92,10 @@ class States:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return any(layer_idx in (None, key.layer) and state_idx in (None, key.index) for key in self.held)
+
+    @property
+    def layers(self) -> _Layers:
+        return _Layers(self.held)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
