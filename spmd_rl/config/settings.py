@@ -220,16 +220,16 @@ class Inference:
     """sequences decoded together per engine
     [sequences] `engine/running` rises, `engine/waiting` falls; memory for keys and values rises"""
     max_seq_len: int = 2048
-    """tokens of prompt and completions together
+    """tokens of prompt and completions together; at most those up to which the model's rope stays the same
     [tokens] `rollout/skipped`, `rollout/truncated` fall; memory for keys and values rises"""
     kv_on_update: str = "recompute"
-    """recompute | keep: KV cache of running sequences when new weights arrive
+    """recompute | keep: KV cache (and states) of running sequences when new weights arrive
     [-] keep: `engine/recompute` is 0; `trainer/mismatch_kl` rises"""
     deterministic: bool = False
     """compute each sequence alone, so that nothing depends on what else is in the batch (native only)
     [-] `engine/tokens_per_s` falls much; tokens repeat to the bit"""
     kv_cache_mib: int = 0
-    """KV cache of each rank with an engine, MiB; requests wait for room; 0: enough for max_slots of max_seq_len
+    """KV cache of each rank with an engine, MiB, states included; requests wait for room; 0: as max_slots need
     [MiB] `engine/kv_waiting`, `engine/kv_used` fall; memory rises"""
 
 
@@ -343,7 +343,7 @@ class Trainer:
     """passes over a batch
     [passes] `trainer/optimizer_steps`, `age/optimizer_steps_max`, `trainer/step_s`, `trainer/clip_share` rise"""
     micro_batch_tokens: int = 4096
-    """tokens per forward pass at most (one longer sequence goes alone)
+    """tokens per forward pass at most (one longer sequence goes alone, as does each of a model that carries state)
     [tokens] `trainer/num_microbatches` falls, `trainer/mfu`, `trainer/peak_memory_bytes` rise"""
     share_prefix: bool = False
     """compute once what the rollouts of a group begin with alike: for prompts longer than the replies
