@@ -80,7 +80,7 @@ def make_receiver(
     if config.weights.mode == "disk":
         return DiskReceiver(
             weights=run_dir.weights,
-            loaded=partial(StoredNames(config.model.path).loaded, dtype=engine_dtype(config.model.dtype, world.device)),
+            loaded=StoredNames(config.model.path, engine_dtype(config.model.dtype, world.device)).loaded,
             device=world.device,
             deliver=deliver,
             failed=failed,

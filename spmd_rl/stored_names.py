@@ -25,10 +25,11 @@ Shapes = dict[str, tuple[int, ...]]
 class StoredNames:
     """Of one folder, as its files are when this is made."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """dtype: in which `loaded` makes what the folder has in no type of its own."""
         self._stored: Shapes = {name: entry.shape for name, entry in stored_tensors(Path(folder)).items()}
-        self._model = self._made()
+        # made here and kept: making one sets the default dtype of all threads for a moment
+        self._model = on_meta(folder, load_config(folder), dtype)
         tied = self._model.all_tied_weights_keys  # copy to original
         self._names = [name for name in self._model.state_dict() if name not in tied]
         self._copies = {original: copy for copy, original in tied.items()}
@@ -44,23 +45,14 @@ class StoredNames:
         for _, layer in groupby(tensors, key=lambda item: _layer_of(item[0])):
             yield from self._turned_back(dict(layer)).items()
 
-    def loaded(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    def loaded(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the folder's names to the same under the model's, as loading it as `dtype` would make them."""
         if not self._renames:
             return dict(tensors)
-        model = self._made(dtype)
-        loaded_from(model, tensors, device=next(iter(tensors.values())).device)
-        made = model.state_dict()
+        loaded_from(self._model, tensors, device=next(iter(tensors.values())).device)
+        made = self._model.state_dict()
+        self._model.to("meta")  # a copy: what was made is not held
         return {name: made[name] for name in self._names}
-
-    def lost(self) -> list[str]:
-        """The model's weights that `of` cannot give names of the folder."""
-        made = self._made().state_dict()
-        named = ((name, made[name]) for name in self._names)
-        return sorted(name for name, tensor in self.of(named) if self._stored.get(name) != tuple(tensor.shape))
-
-    def _made(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        return on_meta(self._folder, load_config(self._folder), dtype)
 
     def _turned_back(self, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         """The first of a few ways that gives names and shapes of the folder; else the model's own names."""

@@ -40,7 +40,10 @@ def plain(folder: Path, batch: Packed) -> tuple[torch.nn.Module, tuple[Tensor, .
     seen = []
     for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
         ids = torch.from_numpy(batch.token_ids[a : b - 1]).long()[None]
-        seen.append(model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits)
+        said = model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+        if said is None:
+            pytest.skip(f"this transformers does not give the router's logits of {model.config.model_type}")
+        seen.append(said)
     return model, tuple(torch.cat(layer) for layer in zip(*seen, strict=True))
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,11 @@ SETTINGS = [
 ]
 
 
-def torchrun(module: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    make(folder / "model")
+def torchrun(
+    module: str, folder: Path, *overrides: str, model: Callable[[Path], object] = make
+) -> subprocess.CompletedProcess[str]:
+    """`model` writes the folder that is trained."""
+    model(folder / "model")
     settings = [f"model.path={folder}/model", f"run.dir={folder}/run", *SETTINGS, *overrides]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
     return subprocess.run(

@@ -4,6 +4,7 @@ export.
 A reload leaves the packed copies that the CPU build multiplies by, and Mixtral's loader knows experts one by one alone.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -13,16 +14,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from spmd_rl.engine.vllm import VllmEngine
 from spmd_rl.model import build
 from spmd_rl.stored_names import original_names
+from spmd_rl.tiny_model import VOCAB, write_tokenizer
 from spmd_rl.trainer.export import export
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.types import Sampling
 from spmd_rl.weights.layout import manifest
+from tests.vllm.loop import STEPS, torchrun
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
@@ -115,3 +119,23 @@ def test_vllm_reads_an_exported_folder(name: str, group: dist.ProcessGroup, tmp_
     ids = np.arange(5, 45, dtype=np.int32)
     with closing(make_engine(tmp_path / "model", group, Loading)) as engine:
         np.testing.assert_allclose(engine.score(ids)[1:], expected(trained, ids), rtol=0, atol=TOLERANCE)
+
+
+def write_mixtral(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(**(SHAPE | dict(vocab_size=len(VOCAB), initializer_range=0.02)), num_local_experts=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+@pytest.mark.parametrize("mode", ["full", "disk"])
+def test_a_run_sends_experts_to_vllm_and_exports_them_one_by_one(mode: str, tmp_path: Path) -> None:
+    run = torchrun("spmd_rl", tmp_path, f"weights.mode={mode}", "trainer.router_aux_coef=0.01", model=write_mixtral)
+    assert run.returncode == 0, run.stdout + run.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["version"]) == ("done", STEPS)
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    probes = [line for line in lines if line["kind"] == "probe"]
+    assert probes and all(probe["probe/sampled_max"] < TOLERANCE for probe in probes)
+    source, made = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", tmp_path / "run/model"))
+    assert source.keys() == made.keys()
