@@ -29,7 +29,7 @@ NO_LOSS = made_up(lambda rows: 0 * rows.current)  # gradients are those of the r
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    names = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")
+    names = ("qwen3_moe", "mixtral", "olmoe", "granitemoe", "deepseek_v3")
     return {name: moe_models.save(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
@@ -112,18 +112,30 @@ def test_the_routers_loss_is_added_to_the_objective(folders: dict[str, Path]) ->
         torch.testing.assert_close(total, one + other, rtol=1e-4, atol=1e-8)
 
 
-def test_load_is_what_the_routers_chose_and_is_there_without_their_loss(folders: dict[str, Path]) -> None:
-    batch = shares(*LENGTHS)
-    _, logits = plain(folders["qwen3_moe"], batch)
-    load = torch.stack([torch.bincount(layer.topk(2).indices.flatten(), minlength=4) for layer in logits]).double()
-    metrics = trainer(folders["qwen3_moe"], micro_batch_tokens=50).step(batch, 0)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_load_is_what_the_routers_chose_and_is_there_without_their_loss(folders: dict[str, Path], name: str) -> None:
+    """The bias of DeepSeek's router takes part in its choice."""
+    batch, chosen = shares(*LENGTHS), {}
+    model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32).eval()
+    for layer, module in model.named_modules():
+        if layer.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, args, layer=layer: chosen.setdefault(layer, []).append(args[1]))
+    for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        model(input_ids=torch.from_numpy(batch.token_ids[a : b - 1]).long()[None], use_cache=False)
+    num = model.config.num_experts if name == "qwen3_moe" else model.config.n_routed_experts
+    load = torch.stack([torch.bincount(torch.cat(of).flatten(), minlength=num) for of in chosen.values()]).double()
+    assert load.sum() == len(chosen) * 2 * (sum(a + b for a, b in LENGTHS) - len(LENGTHS))
+    metrics = trainer(folders[name], micro_batch_tokens=50).step(batch, 0)
     assert metrics["expert_load_max"] == pytest.approx((load / load.mean(1, keepdim=True)).max().item())
     assert metrics["expert_dead_share"] == (load == 0).double().mean()
     assert "router_loss" not in metrics
+
+
+def test_load_of_one_expert_alone(folders: dict[str, Path]) -> None:
     policy = trainer(folders["qwen3_moe"])
     for experts in policy.routing.experts:  # every token to the last one, twice
         experts.register_forward_pre_hook(lambda _, args: (args[0], args[1] * 0 + 3, args[2]), prepend=True)
-    metrics = policy.step(batch, 0)
+    metrics = policy.step(shares(*LENGTHS), 0)
     assert (metrics["expert_load_max"], metrics["expert_dead_share"]) == (4.0, 0.75)
 
 
