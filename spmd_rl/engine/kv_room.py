@@ -28,6 +28,7 @@ class KvRoom:
     rows: int  # of running requests
     kept: int  # finished prompts
     state: int = 0  # of each row and prompt, beside its tokens
+    token_bytes: int = 0  # 0: no bound
 
     @classmethod
     def of(
@@ -50,4 +51,12 @@ class KvRoom:
                 f"{max_seq_len} needs room for {total - rows + row}: raise inference.kv_cache_mib or lower "
                 "inference.max_seq_len"
             )
-        return cls(total=total, rows=rows, kept=kept, state=state)
+        return cls(total=total, rows=rows, kept=kept, state=state, token_bytes=token_bytes if num_bytes else 0)
+
+    def confirm(self, num_bytes: int, num_tokens: int) -> None:
+        """RuntimeError where keys and values of so many tokens take more than was counted with."""
+        if self.token_bytes and num_bytes > self.token_bytes * num_tokens:
+            raise RuntimeError(
+                f"keys and values of a token take {num_bytes // num_tokens} bytes, {self.token_bytes} by config.json: "
+                "leave inference.kv_cache_mib out, or use inference.engine = 'vllm'"
+            )

@@ -331,6 +331,7 @@ class NativeEngine:
             self.num_prefill_tokens += end - begin
             if end == len(prefix.tokens):
                 prefix.last_hidden = hidden[row - 1].clone()
+                self._room.confirm(sum(kv.nbytes for kv in prefix.kv.values()), len(prefix.tokens))
                 self._jobs.remove(prefix)
                 self._trim_prefixes()
                 if prefix.waiting:  # the shared part of recomputed sequences has none

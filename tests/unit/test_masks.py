@@ -10,6 +10,7 @@ from transformers import (
     Cohere2Config,
     DeepseekV2Config,
     GptOssConfig,
+    JetMoeConfig,
     Llama4TextConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -101,6 +102,23 @@ def test_what_the_engine_samples_equals_a_plain_forward(shape: str, tmp_path: Pa
     for i, prompt in enumerate(prompts):
         expected = expected_logprobs(plain, prompt, done[i].token_ids)
         np.testing.assert_allclose(done[i].logprobs, expected, atol=1e-5)
+
+
+def test_keys_that_take_more_memory_than_the_config_says_end_a_bounded_run(tmp_path: Path) -> None:
+    """JetMoE has keys of both experts of a token: 2 layers, keys and values, 4 heads of 8 floats of 4 bytes."""
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8)
+    config = JetMoeConfig(vocab_size=VOCAB, **shape, num_local_experts=4, num_experts_per_tok=2)
+    plain = load(save_config(config, tmp_path), "eager")
+    for num_bytes in (0, 1 << 20):
+        model = build(tmp_path, device="cpu", dtype=torch.float32, weights=False)
+        engine = NativeEngine(model=model, device=torch.device("cpu"), max_seq_len=60, kv_cache_bytes=num_bytes)
+        engine.load_weights({name: p.detach() for name, p in plain.named_parameters()}, 0)
+        engine.submit(0, prompt_of(5), Sampling(max_tokens=2))
+        if num_bytes:
+            with pytest.raises(RuntimeError, match="a token take 512 bytes, 256 by config"):
+                engine.step()
+        else:
+            engine.step()
 
 
 def test_a_mask_that_no_window_or_chunk_describes_is_refused(tmp_path: Path) -> None:
