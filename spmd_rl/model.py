@@ -22,11 +22,13 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.logging import disable_progress_bar
 
+from spmd_rl import tensor_file
 from spmd_rl.attention import ATTENTION, Attend, ByRow, Segments, attending, token_positions
 from spmd_rl.logit_form import logit_form
 from spmd_rl.logprobs import Head
 from spmd_rl.model_files import FLOATS, INDEX, SINGLE, Stored, stored_tensors
 from spmd_rl.model_parts import body, decoder_layers
+from spmd_rl.text_part import TextNames, text_config, text_names, text_prefix
 
 STATES = {"linear_attention", "conv", "mamba", "mamba2", "recurrent"}  # kinds of layers without attention
 CARRIES = STATES | {"hybrid", "hybrid_sliding"}  # and with both
@@ -37,21 +39,55 @@ LONGEST = 300  # characters of another library's error
 
 
 def load_config(folder: str | Path) -> PretrainedConfig:
-    """The architecture in a local folder; refuses by name what our attention would compute wrongly."""
+    """The architecture in a local folder, of a multimodal model its text part's.
+
+    Refuses by name what our attention would compute wrongly.
+    """
+    config = _whole_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a config of that name trips over
-        raise ValueError(f"{folder}: no model folder: {_one_line(error)}") from error
-    text = config.get_text_config()
+        text = text_config(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     refused = {
         "use_bidirectional_attention": bool(getattr(text, "use_bidirectional_attention", False)),
-        "quantization_config": getattr(text, "quantization_config", None) is not None,
+        "quantization_config": any(getattr(c, "quantization_config", None) is not None for c in (config, text)),
         "is_encoder_decoder": bool(config.is_encoder_decoder),
     }
     for name, is_set in refused.items():
         if is_set:
-            raise ValueError(f"{folder}: config.{name} = {getattr(text, name)!r} is not supported")
-    return config
+            value = getattr(text, name, None) or getattr(config, name)
+            raise ValueError(f"{folder}: config.{name} = {value!r} is not supported")
+    return text
+
+
+def _whole_config(folder: str | Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a config of that name trips over
+        raise ValueError(f"{folder}: no model folder: {_one_line(error)}") from error
+
+
+def is_multimodal(folder: str | Path) -> bool:
+    """Whether the folder holds more than the causal LM that `build` makes of it."""
+    config = _whole_config(folder)
+    return text_config(config) is not config
+
+
+def text_layers(folder: str | Path) -> str:
+    """What names of the text part's layers begin with in the whole model of a multimodal folder, with a dot."""
+    return text_prefix(_whole_config(folder))
+
+
+def stored_weights(folder: str | Path, model: PreTrainedModel) -> tuple[dict[str, Stored], TextNames | None]:
+    """What the folder stores of `model`, which is made of its config; of a text part by the names of one alone."""
+    stored = stored_tensors(Path(folder))
+    if not is_multimodal(folder):
+        return stored, None
+    try:
+        names = text_names(stored, model)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return {text: stored[name] for name, text in names.text.items()}, names
 
 
 def hidden_size(folder: str | Path) -> int:
@@ -133,6 +169,8 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
 def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
     """With its weights; ValueError where the folder has not all of them."""
     check_weights(folder)
+    if is_multimodal(folder):
+        return _load_part(folder, config, dtype)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -152,14 +190,29 @@ def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> n
     return model
 
 
+def _load_part(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """The text part alone."""
+    model = on_meta(folder, config, dtype)
+    stored, names = stored_weights(folder, model)
+    _fill_buffers(model, "cpu")
+    whole = names.whole
+    loaded_from(
+        model, {text: tensor_file.read(entry.file, whole[text]) for text, entry in stored.items()}, device="cpu"
+    )
+    model.tie_weights()
+    if empty := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+        raise ValueError(f"{folder}: weights missing of its text part: {', '.join(empty[:3])}")
+    return model
+
+
 def check_weights(folder: str | Path) -> None:
     """ValueError, by file and tensor, where the weights of a folder are not those of its config.json.
 
     Reads headers, and the values of tied weights that are stored twice.
     """
     folder = Path(folder)
-    stored = stored_tensors(folder)
     model = on_meta(folder, load_config(folder), torch.float32)
+    stored, _ = stored_weights(folder, model)
     tied = dict(model.all_tied_weights_keys)
     report = loaded_from(model, {name: torch.empty(entry.shape, device="meta") for name, entry in stored.items()})
     for copy, original in tied.items():  # either is made of the other one

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from spmd_rl.model import load_config, loaded_from, on_meta
+from spmd_rl import tensor_file
+from spmd_rl.model import load_config, loaded_from, on_meta, stored_weights
 from spmd_rl.model_files import stored_tensors
 
 Shapes = dict[str, tuple[int, ...]]
@@ -27,9 +28,11 @@ class StoredNames:
 
     def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """dtype: in which `loaded` makes what the folder has in no type of its own."""
-        self._stored: Shapes = {name: entry.shape for name, entry in stored_tensors(Path(folder)).items()}
         # made here and kept: making one sets the default dtype of all threads for a moment
-        self._model = on_meta(folder, load_config(folder), dtype)
+        self._folder, self._model = folder, on_meta(folder, load_config(folder), dtype)
+        stored, self._part = stored_weights(folder, self._model)  # of a text part by the names of one alone
+        self._stored: Shapes = {name: entry.shape for name, entry in stored.items()}
+        self._whole = self._part.whole if self._part else {}
         tied = self._model.all_tied_weights_keys  # copy to original
         self._names = [name for name in self._model.state_dict() if name not in tied]
         self._copies = {original: copy for copy, original in tied.items()}
@@ -39,6 +42,15 @@ class StoredNames:
 
     def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Weights by the model's names, layer by layer, to the same under the folder's; no tensor is held for long."""
+        return ((self._whole.get(name, name), tensor) for name, tensor in self._of(tensors))
+
+    def rest(self) -> Iterator[tuple[str, Tensor]]:
+        """What else the folder stores, as it is, under its names: all but the text part of a multimodal model."""
+        if self._part:
+            stored = stored_tensors(Path(self._folder))
+            yield from ((name, tensor_file.read(stored[name].file, name)) for name in sorted(self._part.rest))
+
+    def _of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         if not self._renames:
             yield from tensors
             return
@@ -47,6 +59,8 @@ class StoredNames:
 
     def loaded(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the folder's names to the same under the model's, as loading it as `dtype` would make them."""
+        if self._part:
+            tensors = {self._part.text[name]: t for name, t in tensors.items() if name in self._part.text}
         if not self._renames:
             return dict(tensors)
         loaded_from(self._model, tensors, device=next(iter(tensors.values())).device)

@@ -27,6 +27,7 @@ from spmd_rl.behavior import compare, faults, plain, ranks
 from spmd_rl.behavior.samples import Rollouts, randomize, rollouts
 from spmd_rl.behavior.shrink import decoder_layers, shrunk
 from spmd_rl.model import hidden_states, load_config, packs
+from spmd_rl.text_part import text_config
 from spmd_rl.trainer.models import Models
 
 LIMIT = 1e-3  # nats, or of a gradient's norm
@@ -93,7 +94,7 @@ class _Found:
 
     def look(self, config: PretrainedConfig, folder: Path) -> None:
         self._place = str(folder / "model")
-        small = self._try("config.json cannot be made small", lambda: shrunk(config))
+        small = self._try("config.json cannot be made small", lambda: shrunk(text_config(config)))
         case = self._try("config.json makes no causal LM", lambda: _Case(small, folder, self.ways))
         if case is None:
             return

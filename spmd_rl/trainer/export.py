@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmd_rl import tensor_file
 from spmd_rl.folders import written_aside
+from spmd_rl.model import is_multimodal, text_layers
 from spmd_rl.stored_names import StoredNames
 from spmd_rl.trainer.lora import write_adapter
 from spmd_rl.trainer.optimizer import whole
@@ -39,12 +40,17 @@ def export(
     """Write `folder`, complete or not at all; returns on every rank when it is there, with its tensors on the first.
 
     Tensors have the names that they have in `source`, in which experts may lie one by one; tied ones are written once.
+    What `source` holds beside a text part comes along as it is.
     All files of `source` but its weights come along: configs, tokenizer, chat template; SHA256SUMS is of all files, for
     readers on the far side of a file system or network (`sha256sum -c SHA256SUMS`).  dtypes None keeps the precision
     that is trained in.
     """
     gathered = _gathered(parameters, ranks, dtypes)
-    tensors = dict((names or StoredNames(source)).of(gathered) if ranks.index == 0 else gathered)
+    if ranks.index == 0:
+        names = names or StoredNames(source)
+        tensors = dict(names.of(gathered)) | dict(names.rest())
+    else:
+        tensors = dict(gathered)
     if tensors:
         _write(tensors, Path(folder), Path(source))
     ranks.barrier()
@@ -57,7 +63,8 @@ def export_adapter(
     """Write the additions of LoRA alone, in the form of PEFT."""
     tensors = dict(_gathered(parameters, ranks, None))
     if tensors:
-        write_adapter(Path(folder), tensors, lora, Path(base).absolute())
+        inside = text_layers(base) if is_multimodal(base) else None
+        write_adapter(Path(folder), tensors, lora, Path(base).absolute(), inside)
     ranks.barrier()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -91,20 +92,27 @@ def _split_like(weight: Tensor, tensor: Tensor, *, dim: int) -> Tensor:
     return distribute_tensor(tensor, weight.device_mesh, places)
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base: Path) -> None:
-    """A folder that PEFT loads: `tensors` by layer name + ".lora_a" and ".lora_b", whole."""
+def write_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base: Path, inside: str | None = None
+) -> None:
+    """A folder that PEFT loads: `tensors` by layer name + ".lora_a" and ".lora_b", whole.
+
+    `inside`: what the layers' names begin with in a multimodal model, whose text part alone has additions.
+    """
     names = {"lora_a": "lora_A", "lora_b": "lora_B"}
     state = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
+        layer = layer if inside is None else inside + layer.partition(".")[2]
         state[f"base_model.model.{layer}.{names[part]}.weight"] = tensor.contiguous()
+    targets = sorted({name.split(".")[-2] for name in tensors})  # others may mean experts to PEFT
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted({name.split(".")[-2] for name in tensors}),  # others may mean experts to PEFT
+        "target_modules": targets if inside is None else rf"{re.escape(inside)}.*\.({'|'.join(targets)})",
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

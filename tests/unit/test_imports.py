@@ -31,7 +31,7 @@ LAYERS = [
         "judged_program",
         "row_files",
     },
-    {"logit_form", "config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
+    {"text_part", "logit_form", "config", "packing", "advantages", "objective", "rewards", "tokenizer", "task_stream"}
     | {"attention", "logprobs", "workers", "data", "fingerprint", "math_reward", "code_reward"}
     | {"loop_watch"},
     {"judge", "model", "routes", "history", "continuation"},
