@@ -49,7 +49,6 @@ class Prober:
         self._due_at: float | None = clock()  # by AUTO; None: not known yet
         self.sampled_tokens = 0  # by engines for probes
         self.in_flight = 0  # engines that sample
-        self.cost_s = 0.0  # that training was held up, since the start
 
     # ---- answers
 
@@ -98,7 +97,6 @@ class Prober:
         """Waits for the trainers' scores; metrics.  `held_s`: that they waited for the engine."""
         values, seconds = await self._compare(number, sampled, version)
         cost_s = held_s + seconds
-        self.cost_s += cost_s
         self._due_at = self._clock() + cost_s / SHARE
         return values | {"probe/engines": 1, "probe/cost_s": cost_s}
 

@@ -12,6 +12,7 @@ from spmd_rl.engine.default_group import as_default_group
 from spmd_rl.engine.lockstep import Leader, follow
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.vllm import _common_name
+from spmd_rl.engine.weights import DISTURBED, disturbed
 from spmd_rl.model import build
 from spmd_rl.tiny_model import random_model, write_model
 from spmd_rl.types import Sampling
@@ -69,7 +70,12 @@ def lead_or_follow(rank: int, folder: str) -> list:
             engine.load_weights(dict(random_model(version).named_parameters()), version)
             seen.append((version, engine.num_running))
 
-        follow(engine=engine, group=group, load=load, reload=load)
+        def reload(version: int) -> None:
+            held = dict(random_model(1).named_parameters())
+            engine.load_weights(disturbed(held) if version == DISTURBED else held, version)
+            seen.append((-version, engine.num_running))
+
+        follow(engine=engine, group=group, load=load, reload=reload)
         return seen
     leader = Leader(engine=engine, group=group)
     leader.load_weights(weights, 0)
@@ -82,7 +88,11 @@ def lead_or_follow(rank: int, folder: str) -> list:
     leader.cancel(1)
     done |= dict(leader.step())
     leader.score(np.arange(8, dtype=np.int32))
-    leader.load_weights(dict(random_model(1).named_parameters()), 1)
+    held = dict(random_model(1).named_parameters())
+    leader.load_weights(held, 1)
+    leader.load_weights(disturbed(held), DISTURBED)  # as a probe does it
+    done |= dict(leader.step())
+    leader.load_weights(held, 1)
     while len(done) < 5:
         done |= dict(leader.step())
     leader.close()
@@ -94,7 +104,7 @@ def test_members_do_what_the_leader_does(tmp_path):
     leader, member = run_ranks(lead_or_follow, 2, str(tmp_path))
     assert [reason for _, reason, _ in leader] == ["length", "cancelled", "length", "length", "length"]
     assert [num for _, _, num in leader] == [6, 1, 8, 9, 10]
-    assert member == [(0, 0), (1, 3)]
+    assert member == [(0, 0), (1, 3), (-DISTURBED, 3), (-1, 3)]
 
 
 def diverges(rank: int, folder: str, then: str) -> None:

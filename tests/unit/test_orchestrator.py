@@ -284,6 +284,29 @@ def test_a_version_that_is_not_trained_on_after_all_is_sampled_and_counted(tmp_p
     asyncio.run(main())
 
 
+def test_a_stop_does_not_wait_for_an_engine_that_samples_for_a_probe(tmp_path):
+    async def main():
+        every = {"steps": 6, "metrics_interval_s": 1000.0, "probe_every": 2}
+        ranks = Ranks(tmp_path, run=every, eval={"every": -1})
+        answer = ranks._sampled
+
+        def sampled(number):
+            if number == 1:
+                answer(number)
+            else:
+                ranks._tokens += 2  # counted, and not told of yet
+
+        ranks._sampled = sampled
+        async with ranks.running() as task:
+            await ranks.until(lambda: ranks.count("step")[2])
+            ranks.orchestrator.stop()
+            assert await task == "stopped"
+        assert ranks.version == 2 and [version for version, _ in ranks.saved] == [2]
+        assert ranks.orchestrator.ledger_summary()["in_flight_tokens"] == 2
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_samples_from_another_model_ends_the_run_by_name(tmp_path):
     async def main():
         every = {"steps": 6, "metrics_interval_s": 1000.0, "probe_every": 1}
@@ -297,16 +320,31 @@ def test_an_engine_that_samples_from_another_model_ends_the_run_by_name(tmp_path
     asyncio.run(main())
 
 
-def test_tokens_of_a_batch_that_the_trained_version_sampled_end_the_run_if_they_differ(tmp_path):
+def of_mismatch(tmp_path, **sections) -> Ranks:
+    """Trainers find a log-prob of a token that their version sampled off by 0.002."""
+    run = {"steps": 3, "metrics_interval_s": 1000.0}
+    ranks = Ranks(tmp_path, **{"run": run, "eval": {"every": -1}, "limits": Limits(exact=True)} | sections)
+    stepped = ranks.orchestrator.stepped
+    differs = {"trainer/mismatch_kl": 1e-7, "trainer/mismatch_max": 0.002}
+    ranks.orchestrator.stepped = lambda rank, version, metrics: stepped(rank, version, metrics | differs)
+    return ranks
+
+
+@pytest.mark.parametrize("sections", [{}, {"inference": {"kv_on_update": "keep"}, "staleness": {"on_update": "hold"}}])
+def test_tokens_of_a_batch_that_the_trained_version_sampled_end_the_run_if_they_differ(tmp_path, sections):
     async def main():
-        ranks = Ranks(tmp_path, run={"steps": 6, "metrics_interval_s": 1000.0}, limits=Limits(exact=True))
-        step = {**STEP, "mismatch_kl": 1e-7, "mismatch_max": 0.002}
-        ranks._train = lambda version, save: ranks.orchestrator.stepped(
-            TRAINER, version, {f"trainer/{name}": value for name, value in step.items()}
-        )
-        async with ranks.running() as task:
+        async with of_mismatch(tmp_path, **sections).running() as task:
             with pytest.raises(Disagreement, match=r"training version 0: .* up to 0\.002 where float32 allows 0\.001"):
                 await task
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("sections", [{"inference": {"kv_on_update": "keep"}}, {"run": {"steps": 3, "probe_every": 0}}])
+def test_tokens_that_may_be_exact_of_no_version_have_no_limit_nor_has_a_run_without_probes(tmp_path, sections):
+    async def main():
+        async with of_mismatch(tmp_path, **sections).running() as task:
+            assert await task == "done"
 
     asyncio.run(main())
 
