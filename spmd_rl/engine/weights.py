@@ -22,8 +22,9 @@ def disturbed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Keys, values and states of every layer are then others, at the price of a copy of the vectors alone.
     """
-    vectors = {name for name, tensor in tensors.items() if tensor.ndim == 1}
-    chosen = vectors or {min(tensors, key=lambda name: tensors[name].numel())}
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    vectors = {name for name, tensor in floats.items() if tensor.ndim == 1}
+    chosen = vectors or {min(floats, key=lambda name: floats[name].numel())}
     return {name: tensor * DISTURBANCE if name in chosen else tensor for name, tensor in tensors.items()}
 
 
