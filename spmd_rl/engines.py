@@ -157,4 +157,4 @@ def sequence_state_bytes(config: Config, device: torch.device) -> int:
     """What layers of the run's model carry from token to token beside keys and values, for one sequence."""
     dtype = engine_dtype(config.model.dtype, device)
     model = build(config.model.path, device="cpu", dtype=dtype, weights=False)
-    return 0 if packs(model) else state_bytes(model)
+    return 0 if packs(model) else state_bytes(model, device)

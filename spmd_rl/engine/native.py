@@ -1,12 +1,13 @@
 """The engine in plain torch, on the same transformers modules that the trainer uses.
 
 Each step computes the next token of every running sequence and a bounded chunk of waiting prompts in one forward, then
-samples for all rows at once; requests join and leave between steps.  A prompt submitted several times under the same
-weights is computed once.  `load_weights` swaps weights between two steps; running sequences go on, their keys and
-values recomputed under the new weights (or kept, by option), so a token's version is the one that sampled it.
+samples for all rows at once; requests join and leave between steps.  Where layers carry states beside keys and values,
+prompts are computed whole, each in a forward of its own.  A prompt submitted several times under the same weights is
+computed once.  `load_weights` swaps weights between two steps; running sequences go on, their keys and values
+recomputed under the new weights (or kept, by option), so a token's version is the one that sampled it.
 Promises: a request's tokens depend on its seed, prompt and the weights, on its neighbours only by float rounding, and
-with `deterministic` not at all; keys and values take no more memory than `kv_cache_bytes`, but for one layer of some
-rows while their number changes.  Knows nothing of the orchestrator, environments or trainer.
+with `deterministic` not at all; keys, values and states take no more memory than `kv_cache_bytes`, but for one layer of
+some rows while their number changes.  Knows nothing of the orchestrator, environments or trainer.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class NativeEngine:
             dtype=model.dtype,
             num_bytes=kv_cache_bytes,
             max_seq_len=max_seq_len,
-            state_bytes=state_bytes(model) if self._joined is not None and kv_cache_bytes else 0,
+            state_bytes=state_bytes(model, device) if self._joined is not None and kv_cache_bytes else 0,
         )
         self._cache = Cache(max_rows=max_slots, budget=self._room.total, state_tokens=self._room.state)
         self._no_rows = torch.empty(0, config.hidden_size, dtype=model.dtype, device=device)

@@ -145,17 +145,26 @@ class Joined:
         self._sequences, self._states = [], States()
 
 
-def state_bytes(model: nn.Module) -> int:
-    """What one sequence carries, whatever its length: by a token through each layer that holds a convolution."""
-    config, states = model.config.get_text_config(), States()
-    hidden = torch.empty(1, 1, config.hidden_size, dtype=model.dtype, device="meta")
+def state_bytes(model: nn.Module, device: torch.device) -> int:
+    """What one sequence carries, whatever its length: by a token through each kind of layer that holds a convolution.
+
+    On the meta device, but where `device` may have kernels of its own for such layers.
+    """
+    place = device if torch.cuda.is_available() else torch.device("meta")
+    hidden = torch.zeros(1, 1, model.config.get_text_config().hidden_size, dtype=model.dtype, device=place)
+    found: dict[tuple[object, ...], int] = {}  # layers of one shape carry as much
+    total = 0
     for module in body(model).modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-            on_meta = {name: x.to("meta") for name, x in tensors.items()}
-            with torch.no_grad():
-                torch.func.functional_call(module, on_meta, (hidden,), {cache_keyword(module): states})
-    return states.num_bytes
+            kind = (type(module), *((name, x.shape) for name, x in tensors.items()))
+            if kind not in found:
+                states, here = States(), {name: torch.zeros_like(x, device=place) for name, x in tensors.items()}
+                with torch.no_grad():
+                    torch.func.functional_call(module, here, (hidden,), {cache_keyword(module): states})
+                found[kind] = states.num_bytes
+            total += found[kind]
+    return total
 
 
 def clamp_time_steps(model: nn.Module) -> None:

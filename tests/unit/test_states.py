@@ -140,7 +140,7 @@ def test_deterministic_log_probs_are_bit_equal_whatever_else_runs(tmp_path: Path
 def test_states_count_as_memory(family: str, numbers: int, tmp_path: Path) -> None:
     save(family, tmp_path)
     model = build(tmp_path, device="cpu", dtype=torch.float32, weights=False)
-    assert state_bytes(model) == 4 * numbers
+    assert state_bytes(model, torch.device("cpu")) == 4 * numbers
     token_bytes = 2 * 2 * model.config.head_dim * 4 if family == "qwen3_5" else 2 * 2 * 8 * 4  # one layer attends
     state = -(-4 * numbers // token_bytes)
     least = 3 * 60 + 4 + 3 * state  # a row of 64 beside a prompt that is kept and one that is computed, with states
