@@ -1,6 +1,7 @@
 """What is exported has the names of the folder that it came from, experts one by one where they lie so there."""
 
 import queue
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen3Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from spmd_rl.behavior.shrink import shrunk
 from spmd_rl.model import build
 from spmd_rl.model_files import stored_tensors
 from spmd_rl.stored_names import StoredNames, original_names
@@ -137,3 +140,32 @@ def test_folders_of_versions_have_the_names_of_the_source_and_engines_get_those_
     assert arrived.get(timeout=20).version == 1
     receiver.join()
     assert reports[1].update_norm == pytest.approx(3, rel=1e-2)  # in bfloat16
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of architectures
+@pytest.mark.parametrize("original", [True, False])
+def test_every_family_goes_there_and_back(original: bool, tmp_path: Path) -> None:
+    """All causal LMs of the installed transformers that are made small, but those that name what is in no folder."""
+    num, wrong = 0, {}
+    for config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        folder = tmp_path / config.model_type
+        try:
+            model = AutoModelForCausalLM.from_config(shrunk(config()))
+            model.save_pretrained(folder, save_original_format=original)
+        except Exception:  # whatever an architecture trips over
+            continue
+        try:
+            names = StoredNames(folder)
+        except ValueError:  # refused at a start
+            continue
+        weights = {name: t for name, t in model.state_dict().items() if name not in model.all_tied_weights_keys}
+        stored = load_file(folder / FILE)
+        made = dict(names.of((name, weights[name].contiguous()) for name in weights))
+        back = names.loaded(stored)
+        num += 1
+        if not (equal(made, stored) and equal(back, weights)):
+            wrong[config.model_type] = sorted(made.keys() ^ stored.keys())[:3], sorted(back.keys() ^ weights.keys())[:3]
+        shutil.rmtree(folder)
+    assert not wrong
+    assert num >= 150
