@@ -73,7 +73,7 @@ def versions_of(name: str) -> Weights:
 
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
-def test_a_sound_engine_samples_what_the_trainer_trains(root, kv_on_update):
+def test_a_sound_engine_samples_what_the_trainer_trains(root, kv_on_update, capsys):
     engine = engine_of(root / "llama", kv_on_update)
     policy = trainer(root / "llama", share_prefix=True, temperature=0.8)
     recomputes = kv_on_update == "recompute"
@@ -81,6 +81,8 @@ def test_a_sound_engine_samples_what_the_trainer_trains(root, kv_on_update):
     assert full["probe/tokens"] > 100 and small["probe/tokens"] >= 16
     assert max(full["probe/sampled_max"], small["probe/sampled_max"]) < MOST_DIFFERENCE / 10
     assert ("probe/kept_kl" in small) == (not recomputes)
+    with capsys.disabled():
+        print("\n" + probing.table({"none, at the start": full, "none, later": small}, MEASURES))
 
 
 FAULTS = {  # by model of the trainer, model of the engine: what is planted in the engine, and what is told
