@@ -1,4 +1,4 @@
-"""The experts of a model: which modules they are, where the tokens of a forward went, and the loss that spreads them.
+"""The routers of a model of experts in training: their load, and the loss that spreads tokens over experts.
 
 Given a causal LM of `spmd_rl.model`, sharded or not.  The auxiliary loss is that of Switch Transformer (Fedus et al.
 2021, arXiv:2101.03961, equations 4 to 6) in the form that transformers has it in (`load_balancing_loss_func`): with E
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.model_parts import decoder_layers
-from spmd_rl.routes import expert_layers, num_experts
+from spmd_rl.routes import choices, expert_layers, num_experts
 
 
 def num_chosen(layer: nn.Module) -> int:
@@ -62,14 +62,11 @@ class Routing:
     """Sees the routers and experts of a model at work, in forwards that are watched."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.experts, self._routed = expert_layers(model), None
+        self.experts = expert_layers(model)
         layers = [layer for layer in decoder_layers(model) if any(map(num_experts, layer.modules()))]
         self.top_k = num_chosen(layers[0]) if layers else 0
         self.num_experts = num_experts(self.experts[0]) if self.experts else 0
-        for module in self.experts:
-            module.register_forward_pre_hook(self._choose)
-        for module, index in _routers(model):
-            module.register_forward_hook(lambda _, __, out, index=index: self._route(out, index))
+        self._routers = _routers(model)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,19 +76,19 @@ class Routing:
     @contextmanager
     def watched(self) -> Iterator[Routed]:
         """A forward; what is recomputed for its backward later is not seen again."""
-        self._routed = Routed([], [])
+        logits: list[Tensor] = []
+        hooks = [
+            module.register_forward_hook(
+                lambda _, __, out, index=index: logits.append(out[index] if isinstance(out, tuple) else out)
+            )
+            for module, index in self._routers
+        ]
         try:
-            yield self._routed
+            with choices(self.experts) as chosen:
+                yield Routed(logits, chosen)
         finally:
-            self._routed = None
-
-    def _choose(self, module: nn.Module, args: tuple) -> None:
-        if self._routed is not None and len(args) == 3:  # hidden states, experts, their weights
-            self._routed.chosen.append(args[1].detach())
-
-    def _route(self, out: object, index: int) -> None:
-        if self._routed is not None:
-            self._routed.logits.append(out[index] if isinstance(out, tuple) else out)
+            for hook in hooks:
+                hook.remove()
 
     def nothing(self, device: torch.device) -> Tensor:
         """`balance` of no tokens."""
@@ -99,13 +96,13 @@ class Routing:
 
     def load(self, routed: Routed, num_tokens: int) -> Tensor:  # [layers, E] float64
         """How many of the first `num_tokens` tokens went to each expert."""
-        num = self.num_experts
-        load = torch.zeros(*self.shape, dtype=torch.float64, device=routed.logits[0].device if routed.logits else None)
+        layers, num = self.shape
+        device = routed.chosen[0].device if routed.chosen else None
+        load = torch.zeros(layers, num + 1, dtype=torch.float64, device=device)  # the last: experts without weights
         for of_layer, chosen in zip(load, routed.chosen, strict=False):
-            experts = chosen[:num_tokens].flatten()
-            experts = experts[experts < num]
+            experts = chosen[:num_tokens].flatten().long().clamp(max=num)
             of_layer.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.float64))
-        return load
+        return load[:, :num]
 
     def balance(self, routed: Routed, num_tokens: int) -> Tensor:  # [2, E + 1] float64, with gradient in [1, :E]
         """F and Σ p of the auxiliary loss over the first `num_tokens` tokens, and the number of rows behind each."""

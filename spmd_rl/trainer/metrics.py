@@ -102,7 +102,7 @@ class Totals:
 
     def add_load(self, load: Tensor) -> None:  # [layers, E] float64
         """Tokens of one micro-batch that went to each expert."""
-        self._load += load
+        self._load += load.to(self._load.device)
 
     def reduce(self, ranks: TrainerRanks, *, num_tokens: int, denominator: float, num_epochs: int) -> dict[str, float]:
         """Means, counts and maxima over all ranks; `num_tokens` and `denominator` are global."""
