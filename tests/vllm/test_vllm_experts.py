@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from spmd_rl.engine.vllm import VllmEngine
 from spmd_rl.model import build
@@ -25,7 +25,7 @@ from spmd_rl.tiny_model import VOCAB, write_tokenizer
 from spmd_rl.trainer.export import export
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.types import Sampling
-from spmd_rl.weights.layout import manifest
+from spmd_rl.weights.layout import manifest, weights_of
 from tests.vllm.loop import STEPS, torchrun
 
 TOLERANCE = 1e-4
@@ -47,6 +47,9 @@ SHAPE = dict(
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=32),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
+    "glm4_moe": Glm4MoeConfig(  # with a correction bias in its router, a buffer
+        **SHAPE, n_routed_experts=8, moe_intermediate_size=32, n_group=2, topk_group=1, first_k_dense_replace=1
+    ),
 }
 
 
@@ -59,11 +62,15 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def random_model(name: str, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    for name, buffer in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(torch.randn_like(buffer) * 0.4)
+    return model
 
 
 def weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: tensor.detach() for name, tensor in weights_of(model).items()}
 
 
 def expected(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:  # [T - 1]
