@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.logprobs import token_logprobs
 from spmd_rl.model import build, head, hidden_states
+from spmd_rl.stored_names import StoredNames
 from spmd_rl.trainer.export import export
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks
@@ -197,3 +199,22 @@ def test_types_on_the_wire_are_those_of_the_engine(tmp_path: Path) -> None:
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.bfloat16)
         assert wire == manifest(empty) == manifest(plain)
         assert {spec.name for spec in wire if spec.dtype == torch.float32 and ".layers.1." in spec.name} == kept
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2", "apertus"])
+def test_a_folder_of_a_version_gives_engines_their_names_and_types(family: str, tmp_path: Path) -> None:
+    """Experts one by one in the file, and a router in float32 beside bfloat16."""
+    save(family, tmp_path / "source")
+    models = Models(
+        policy=build(tmp_path / "source", device=CPU, dtype=torch.float32, weights=True), mesh=None, device=CPU
+    )
+    sent, dtypes = models.named_parameters(), models.dtypes(torch.bfloat16)
+    ranks = TrainerRanks(group=None, device=CPU)
+    export(sent, ranks, folder=tmp_path / "version", source=tmp_path / "source", dtypes=dtypes)
+    stored = load_file(tmp_path / "version" / "model.safetensors")
+    ends = {name.rpartition(".")[2] for name in buffers(models.model)}
+    assert sum(name.rpartition(".")[2] in ends for name in stored) == len(buffers(models.model))
+    loaded = StoredNames(tmp_path / "source", torch.bfloat16).loaded(stored)
+    empty = build(tmp_path / "source", device=CPU, dtype=torch.bfloat16, weights=False)
+    assert {n: t.dtype for n, t in loaded.items()} == {spec.name: spec.dtype for spec in manifest(empty)}
+    assert all(torch.equal(tensor, sent[name].to(tensor.dtype)) for name, tensor in loaded.items())
