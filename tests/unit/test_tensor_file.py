@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spmd_rl import batch_log, checkpoint, packing, tensor_file, tiny_model
 from spmd_rl.folders import written_aside
@@ -26,18 +27,14 @@ TENSORS = {"b": torch.ones(3, dtype=torch.bfloat16), "a": torch.zeros(2, 2)}
 ALONE = TrainerRanks(group=None, device=torch.device("cpu"), counts=True)
 
 
-def source(folder: Path) -> Path:
-    """A model folder whose files only their owner may read, or nobody may write."""
-    folder.mkdir()
-    for name, mode in {"config.json": 0o600, "tokenizer.json": 0o400, "merges.txt": 0o444}.items():
-        (folder / name).write_text("{}")
-        (folder / name).chmod(mode)
-    return folder
-
-
 def exported(folder: Path) -> dict[str, torch.Tensor]:
-    made = source(folder.with_name("source"))
-    tensors = export(TENSORS, ALONE, folder=folder, source=made, dtypes=None)
+    """From a model folder whose files only their owner may read, or nobody may write."""
+    made = folder.with_name("source")
+    tiny_model.make(made)
+    (made / "merges.txt").write_text("{}")
+    for name, mode in {"config.json": 0o600, "tokenizer.json": 0o400, "merges.txt": 0o444}.items():
+        (made / name).chmod(mode)
+    tensors = export(load_file(made / "model.safetensors"), ALONE, folder=folder, source=made, dtypes=None)
     shutil.rmtree(made)
     return tensors
 
