@@ -66,7 +66,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-@pytest.fixture(params=CONFIGS)
+FAST = ("gemma3", "qwen2_5_vl")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in CONFIGS])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A random model in a folder, in bfloat16 as most are."""
     torch.manual_seed(0)
