@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from spmd_rl import tensor_file
 from spmd_rl.model import load_config, loaded_from, on_meta, stored_weights
@@ -37,7 +43,8 @@ class StoredNames:
         self._names = [name for name in self._model.state_dict() if name not in tied]
         self._copies = {original: copy for copy, original in tied.items()}
         empty = {name: torch.empty(shape, device="meta") for name, shape in self._stored.items()}
-        loaded_from(self._model, empty)  # after this the model knows which conversions the folder needs
+        report = loaded_from(self._model, empty)  # after this the model knows which conversions the folder needs
+        self._unread = _unread(self._model, self._stored) if report.unexpected_keys else []
         self._renames = set(self._names) != set(self._stored) or bool(self._model._weight_conversions)
 
     def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -45,10 +52,12 @@ class StoredNames:
         return ((self._whole.get(name, name), tensor) for name, tensor in self._of(tensors))
 
     def rest(self) -> Iterator[tuple[str, Tensor]]:
-        """What else the folder stores, as it is, under its names: all but the text part of a multimodal model."""
-        if self._part:
+        """What else the folder stores, as it is, under its names: all but the text part of a multimodal model, and what
+        the architecture does not read, such as layers that predict several tokens."""
+        names = {self._whole.get(name, name) for name in self._unread} | (self._part.rest if self._part else set())
+        if names:
             stored = stored_tensors(Path(self._folder))
-            yield from ((name, tensor_file.read(stored[name].file, name)) for name in sorted(self._part.rest))
+            yield from ((name, tensor_file.read(stored[name].file, name)) for name in sorted(names))
 
     def _of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         if not self._renames:
@@ -94,6 +103,17 @@ def original_names(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
     """
     for _, layer in groupby(tensors, key=lambda item: _layer_of(item[0])):
         yield from revert_weight_conversion(model, dict(layer)).items()
+
+
+def _unread(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
+    """The names in a folder that transformers makes no weight of the model of."""
+    changes, weights = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    made = (
+        (name, rename_source_key(name, renamings, converters, model.base_model_prefix, weights)[0]) for name in stored
+    )
+    return [name for name, renamed in made if name not in weights and renamed not in weights]
 
 
 def _layer_of(name: str) -> str:

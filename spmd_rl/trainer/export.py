@@ -40,10 +40,10 @@ def export(
     """Write `folder`, complete or not at all; returns on every rank when it is there, with its tensors on the first.
 
     Tensors have the names that they have in `source`, in which experts may lie one by one; tied ones are written once.
-    What `source` holds beside a text part comes along as it is.
-    All files of `source` but its weights come along: configs, tokenizer, chat template; SHA256SUMS is of all files, for
-    readers on the far side of a file system or network (`sha256sum -c SHA256SUMS`).  dtypes None keeps the precision
-    that is trained in.
+    What `source` holds beside them, other parts than text or layers that the architecture does not read, comes along as
+    it is.  All files of `source` but its weights come along: configs, tokenizer, chat template; SHA256SUMS is of all
+    files, for readers on the far side of a file system or network (`sha256sum -c SHA256SUMS`).  dtypes None keeps the
+    precision that is trained in.
     """
     gathered = _gathered(parameters, ranks, dtypes)
     if ranks.index == 0:
