@@ -15,7 +15,16 @@ from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.protocol import Engine
 from spmd_rl.engine.states import state_bytes
 from spmd_rl.engine.stops import Decode
-from spmd_rl.model import build, engine_dtype, exact_dtype, head_dtype, kv_token_bytes, load_config, packs
+from spmd_rl.model import (
+    build,
+    engine_dtype,
+    exact_dtype,
+    head_dtype,
+    is_multimodal,
+    kv_token_bytes,
+    load_config,
+    packs,
+)
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stored_names import StoredNames, original_names
 from spmd_rl.weights.adapter import AdapterReceiver
@@ -34,6 +43,7 @@ def build_engine(
 
     To be called before any thread uses torch.distributed.
     """
+    check_folder(config)
     check_lengths(config, device)
     inference, dtype = config.inference, engine_dtype(config.model.dtype, device)
     model = build(config.model.path, device=device, dtype=dtype, weights=False)
@@ -101,6 +111,15 @@ def check_engine(config: Config) -> None:
         from spmd_rl.engine.vllm import check_installed
 
         check_installed()
+
+
+def check_folder(config: Config) -> None:
+    """ValueError for a model folder that the engine cannot read as it is trained."""
+    if config.inference.engine == "vllm" and is_multimodal(config.model.path):
+        raise ValueError(
+            f"inference.engine = 'vllm': {config.model.path} is a multimodal folder, of which the text part alone is "
+            "trained; use 'native', or a folder of its text part"
+        )
 
 
 def device_bytes(device: torch.device) -> int:

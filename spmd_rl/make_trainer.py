@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmd_rl.advantages import ADVANTAGES
 from spmd_rl.behavior import Verdict, model_verdict
 from spmd_rl.config import Config
-from spmd_rl.model import build, check_weights, engine_dtype, head_dtype, is_multimodal, packs, rope_limit
+from spmd_rl.engines import check_folder
+from spmd_rl.model import build, check_weights, engine_dtype, head_dtype, packs, rope_limit
 from spmd_rl.objective import AGGREGATIONS, Objective
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits
@@ -101,11 +102,7 @@ def check_model(config: Config) -> Verdict:
     """ValueError for a model that is not computed exactly here, is incomplete, or has no lora.targets."""
     model = build(config.model.path, device="cpu", dtype=torch.float32, weights=False)
     check_weights(config.model.path)
-    if config.inference.engine == "vllm" and is_multimodal(config.model.path):
-        raise ValueError(
-            f"inference.engine = 'vllm': {config.model.path} is a multimodal folder, of which the text part alone is "
-            "trained; use 'native', or a folder of its text part"
-        )
+    check_folder(config)
     if not packs(model):
         for setting, is_set in (
             ("trainer.share_prefix = true", config.trainer.share_prefix),
