@@ -116,10 +116,13 @@ def _advantages(config: Config) -> Iterator[str]:
         )
     in_trainer = trainer.advantage == "gae" or (over_tokens and trainer.kl_in_reward)
     if in_trainer and abs(trainer.advantage_scale) != 1:
-        yield (
-            f"trainer.advantage_scale = {trainer.advantage_scale} with trainer.advantage = {trainer.advantage!r}: "
-            "advantages are scaled to a standard deviation of 1 after it; write trainer.learning_rate"
+        does = (
+            "it scales rewards against the KL that they pay; write trainer.kl_coefficient"
+            if trainer.kl_in_reward
+            else "advantages are scaled to a standard deviation of 1 after it; write trainer.learning_rate"
         )
+        with_ = f"trainer.advantage = {trainer.advantage!r}"
+        yield f"trainer.advantage_scale = {trainer.advantage_scale} with {with_}: {does}"
 
 
 def _chosen(trainer: Trainer, *names: str) -> str:

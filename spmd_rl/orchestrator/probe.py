@@ -156,9 +156,9 @@ def compare(
 
 
 def together(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of several comparisons, the largest of each."""
+    """Of several comparisons, the largest of each; NaN where one is NaN."""
     names = dict.fromkeys(name for one in values for name in one)
-    return {name: max(one[name] for one in values if name in one) for name in names}
+    return {name: np.max([one[name] for one in values if name in one]).item() for name in names}
 
 
 def assert_agreed(values: Mapping[str, float], *, rank: int, version: int, limits: Limits) -> None:
@@ -183,7 +183,7 @@ def check_mismatch(values: Mapping[str, float], *, version: int, limits: Limits)
     kl = values.get("trainer/mismatch_kl")
     if kl is None:
         return
-    broken = limits.broken(0.0 if limits.experts else values["trainer/mismatch_max"], kl)
+    broken = limits.broken(values["trainer/mismatch_p99" if limits.experts else "trainer/mismatch_max"], kl)
     if broken:
         raise Disagreement(
             f"training version {version}: the log-probs of tokens that it sampled differ from the trainers' {broken}: "

@@ -15,8 +15,9 @@ models.  The names:
 | `rejected_share` | share of tokens in sequences that were dropped |
 | `kl_behavior_proximal` | k3 estimate: how far the data is off-policy, in nats per token |
 | `kl_reference` | the chosen estimate of KL(current, reference); 0 without a reference |
-| `mismatch_kl`, `mismatch_tokens` | k3 over the tokens that the trained version sampled; left out if none |
-| `mismatch_max` | the largest difference of log-probs of such a token; left out if there is none |
+| `mismatch_tokens` | that the trained version sampled and whose log-probs under it were computed, each once |
+| `mismatch_kl` | k3 over them; left out if there is none |
+| `mismatch_max`, `mismatch_p99` | the largest difference of log-probs among them, and the 99th percentile; likewise |
 | `value_loss`, `value_mean` | of the critic; left out without one |
 | `tokens` | loss tokens of the batch, each once however many epochs there are |
 | `computed_tokens` | those whose log-prob was computed (advantage 0 is skipped where that changes nothing) |
@@ -46,12 +47,11 @@ MEANS = (
     "kl_reference",
 )
 CRITIC_MEANS = ("value_loss", "value_mean")
-COUNTS = ("computed_tokens", "mismatch_tokens")  # of the batch
 WORK = ("input_tokens", "shared_tokens")  # in all epochs
 MAXIMA = ("ratio_max", "importance_max", "mismatch_max")
 PERCENTILES = (1, 50, 99)
-_SUMS = (*MEANS, *CRITIC_MEANS, *COUNTS, *WORK, "loss", "mismatch_kl")
-_BIN = 0.01  # of the log importance weight
+_SUMS = (*MEANS, *CRITIC_MEANS, *WORK, "computed_tokens", "loss", "mismatch_tokens", "mismatch_kl")
+_BIN = 0.01  # of the logarithm of importance weights and of differences
 
 
 class Totals:
@@ -61,7 +61,9 @@ class Totals:
         """experts: layers with experts, experts of each."""
         self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
-        self.bins = torch.zeros(round(2 * LOG_RATIO_BOUND / _BIN) + 1, dtype=torch.float64, device=device)
+        self.bins, self.mismatch_bins = torch.zeros(
+            2, round(2 * LOG_RATIO_BOUND / _BIN) + 1, dtype=torch.float64, device=device
+        )
         self._critic = critic
         self._load = torch.zeros(experts, dtype=torch.float64, device=device)
 
@@ -70,21 +72,21 @@ class Totals:
         result: Sums,
         rows: Rows,
         entropy: Tensor,
-        on_version: Tensor,
+        compared: Tensor,
         num_inputs: int,
         num_shared: int,
         values: Tensor | None = None,
         value_losses: Tensor | None = None,
     ) -> None:
-        """One micro-batch; `on_version [N] bool` marks tokens sampled by the version that is trained."""
+        """One micro-batch; `compared [N] bool` marks tokens of the trained version with its log-probs, each once."""
         kl = k3(rows.behavior, rows.proximal.detach()).double()
         sums = {
             **result.sums,
             "loss": result.total.detach(),
             "entropy": entropy.detach().sum(dtype=torch.float64),
             "kl_behavior_proximal": kl.sum(),
-            "mismatch_kl": torch.where(on_version, kl, 0.0).sum(),
-            "mismatch_tokens": on_version.sum(),
+            "mismatch_kl": torch.where(compared, kl, 0.0).sum(),
+            "mismatch_tokens": compared.sum(),
             "computed_tokens": len(kl),
             "input_tokens": num_inputs,
             "shared_tokens": num_shared,
@@ -93,12 +95,12 @@ class Totals:
         }
         device = self.sums.device
         self.sums += torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=device) for name in _SUMS])
-        difference = torch.where(on_version, (rows.behavior - rows.proximal.detach()).abs(), 0.0)
-        largest = {**result.maxima, "mismatch_max": difference.max()}
+        difference = (rows.behavior - rows.proximal.detach()).abs()
+        largest = {**result.maxima, "mismatch_max": torch.where(compared, difference, 0.0).max()}
         maxima = torch.stack([largest[name].double() for name in MAXIMA])
         self.maxima = torch.maximum(self.maxima, maxima)
-        places = ((result.importance.log() + LOG_RATIO_BOUND) / _BIN).round().nan_to_num().long()
-        self.bins += torch.bincount(places.clamp(0, len(self.bins) - 1), minlength=len(self.bins))
+        self.bins += _counted(result.importance, len(self.bins))
+        self.mismatch_bins += _counted(difference[compared], len(self.bins))
 
     def add_load(self, load: Tensor) -> None:  # [layers, E] float64
         """Tokens of one micro-batch that went to each expert."""
@@ -106,17 +108,21 @@ class Totals:
 
     def reduce(self, ranks: TrainerRanks, *, num_tokens: int, denominator: float, num_epochs: int) -> dict[str, float]:
         """Means, counts and maxima over all ranks; `num_tokens` and `denominator` are global."""
-        both = ranks.total(torch.cat([self.sums, self.bins]))
-        sums = dict(zip(_SUMS, both[: len(_SUMS)].tolist(), strict=True))
+        sums, bins, mismatch_bins = ranks.total(torch.cat([self.sums, self.bins, self.mismatch_bins])).split(
+            [len(_SUMS), len(self.bins), len(self.bins)]
+        )
+        sums = dict(zip(_SUMS, sums.tolist(), strict=True))
         maxima = dict(zip(MAXIMA, ranks.max(self.maxima.clone()).tolist(), strict=True))
         computed = max(sums["computed_tokens"], 1.0)
         metrics = {"loss": sums["loss"] / denominator if denominator else 0.0, "tokens": float(num_tokens)}
         metrics |= {name: sums[name] / computed for name in (*MEANS, *(CRITIC_MEANS if self._critic else ()))}
-        metrics |= {name: sums[name] / num_epochs for name in COUNTS} | {name: sums[name] for name in WORK} | maxima
-        metrics |= {f"importance_p{p}": _percentile(both[len(_SUMS) :], p) for p in PERCENTILES}
+        metrics["computed_tokens"] = sums["computed_tokens"] / num_epochs
+        metrics |= {name: sums[name] for name in (*WORK, "mismatch_tokens")} | maxima
+        metrics |= {f"importance_p{p}": _percentile(bins, p) for p in PERCENTILES}
         if not sums["mismatch_tokens"]:
             del metrics["mismatch_max"]
         else:
+            metrics["mismatch_p99"] = _percentile(mismatch_bins, 99)
             metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["mismatch_tokens"]
         return metrics | (_of_load(ranks.sum(self._load.clone())) if self._load.numel() else {})
 
@@ -127,6 +133,12 @@ def _of_load(load: Tensor) -> dict[str, float]:  # [layers, E]
     if not mean.all():  # experts of a kind that is not seen
         return {}
     return {"expert_load_max": float((load / mean).max()), "expert_dead_share": float((load == 0).double().mean())}
+
+
+def _counted(values: Tensor, num: int) -> Tensor:  # [N] to [num] float64
+    """How many lie in each bin of a histogram over logarithms; 0 and NaN are in the first."""
+    places = ((values.log() + LOG_RATIO_BOUND) / _BIN).round().nan_to_num(nan=0.0, posinf=num, neginf=0.0).long()
+    return torch.bincount(places.clamp(0, num - 1), minlength=num).double()
 
 
 def _percentile(bins: Tensor, percent: int) -> float:

@@ -337,9 +337,11 @@ class Trainer:
         total.backward()
         if totals is not None:
             totals.add_load(self.routing.load(routed, self._num_here(micro)))
-            on_version = self._tensor(micro.versions) == n
+            # proximal log-probs that are interpolated are those of the version before the first step alone
+            known = progress == 0 or (start.proximal is not None and progress * self.num_epochs < 1 - 1e-9)
+            compared = (self._tensor(micro.versions) == n) & known
             sizes = len(micro.token_ids), micro.num_shared
-            totals.add(result, rows, entropy, on_version, *sizes, values, of_values)
+            totals.add(result, rows, entropy, compared, *sizes, values, of_values)
         return result.total.detach(), result.denominator
 
     def _objective(

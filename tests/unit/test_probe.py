@@ -127,6 +127,8 @@ def test_where_tokens_are_routed_to_experts_one_in_a_hundred_may_be_routed_other
 
 def test_several_comparisons_are_told_as_the_worst_of_each_number():
     assert together([{"a": 1.0, "b": 2.0}, {"a": 3.0, "c": 0.0}]) == {"a": 3.0, "b": 2.0, "c": 0.0}
+    for order in ([1e-6, np.nan, 2e-6], [np.nan, 1e-6], [1e-6, np.nan]):  # whichever trainer has it
+        assert np.isnan(together([{"a": value} for value in order])["a"])
 
 
 @pytest.mark.parametrize(
@@ -134,13 +136,20 @@ def test_several_comparisons_are_told_as_the_worst_of_each_number():
     [
         ({"trainer/mismatch_kl": 1e-9, "trainer/mismatch_max": 0.0011}, EXACT, "up to 0.0011 where float32 allows"),
         ({"trainer/mismatch_kl": 0.51, "trainer/mismatch_max": 3.0}, ROUNDED, "0.51 nats per token, the limit is 0.5"),
-        ({"trainer/mismatch_kl": 0.51, "trainer/mismatch_max": 3.0}, EXPERTS, "0.51 nats per token, the limit is 0.5"),
+        ({"trainer/mismatch_kl": 0.51, "trainer/mismatch_p99": 0.0}, EXPERTS, "0.51 nats per token, the limit is 0.5"),
+        (
+            {"trainer/mismatch_kl": 1e-3, "trainer/mismatch_p99": 0.9},
+            EXPERTS,
+            "the 99th percentile of tokens 0.9 where",
+        ),
+        ({"trainer/mismatch_kl": np.nan, "trainer/mismatch_max": 0.0}, EXACT, "nan nats per token, the limit is 0.5"),
     ],
 )
 def test_tokens_of_a_batch_that_the_trained_version_sampled_have_the_same_limits(values, limits, said):
     with pytest.raises(Disagreement, match=f"training version 7: .* {said}"):
         check_mismatch(values, version=7, limits=limits)
-    check_mismatch({"trainer/mismatch_kl": 1e-9, "trainer/mismatch_max": 0.0009}, version=7, limits=limits)
+    sound = {"trainer/mismatch_kl": 1e-9, "trainer/mismatch_max": 0.0009, "trainer/mismatch_p99": 0.0009}
+    check_mismatch(sound, version=7, limits=limits)
     check_mismatch({}, version=7, limits=limits)
 
 

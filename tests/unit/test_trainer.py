@@ -228,6 +228,22 @@ def test_mismatch_is_measured_on_tokens_of_the_trained_version_only(folder: Path
     assert "mismatch_kl" not in policy.step(batch, 8)
 
 
+@pytest.mark.parametrize("interpolate", [False, True])
+def test_a_mismatch_counts_each_token_once_and_with_its_own_log_prob_of_the_trained_version(
+    folder: Path, interpolate: bool
+) -> None:
+    """Interpolated proximal log-probs are those of behavior after the first step: they would agree with anything."""
+    policy = trainer(folder, num_minibatches=2, num_epochs=2, interpolate_proximal=interpolate)
+    batch = on_policy(policy, shares((4, 10), (4, 10), (4, 10), (4, 10), version=7))
+    batch.behavior_logprobs[batch.loss_mask] -= 0.2
+    batch.minibatch[:] = [0, 0, 1, 1]
+    metrics = policy.step(batch, 7)
+    assert metrics["mismatch_tokens"] == (20 if interpolate else 40)
+    assert metrics["mismatch_kl"] == pytest.approx(math.expm1(0.2) - 0.2, rel=1e-3)
+    assert metrics["mismatch_max"] == pytest.approx(0.2, rel=1e-3)
+    assert metrics["mismatch_p99"] == pytest.approx(0.2, rel=0.01)
+
+
 def test_maxima_are_maxima_over_micro_batches(folder: Path) -> None:
     policy = trainer(folder, micro_batch_tokens=16)
     batch = on_policy(policy, shares(*[(2, 12)] * 4))
