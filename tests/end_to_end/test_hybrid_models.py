@@ -61,6 +61,8 @@ def test_it_learns_fraction_and_engine_and_trainer_agree(family: str, tmp_path: 
     assert (job.summary["status"], job.summary["steps"]) == ("done", STEPS)
     assert job.summary["reward_first"] < 0.2 < 0.6 < job.summary["reward_last"]
     assert job.probe_difference < 1e-5
+    sampled = [probe["probe/sampled_max"] for probe in job.metrics("probe") if "probe/sampled_max" in probe]
+    assert sampled and max(sampled) < 1e-4  # what engines sampled, as trainers score it
     first = job.metrics("step")[0]  # every token of it was sampled by the version that is trained
     assert first["trainer/mismatch_kl"] < 1e-9
     assert first["trainer/num_microbatches"] == 24  # one sequence a forward
