@@ -22,7 +22,7 @@ from spmd_rl.engines import build_engine, make_receiver
 from spmd_rl.envs import Environment
 from spmd_rl.episodes import Episodes
 from spmd_rl.liveness import Liveness
-from spmd_rl.model import vocab_size
+from spmd_rl.model import distances, load_config, vocab_size
 from spmd_rl.probe_sampler import BEFORE_SWAP, ProbeSampler
 from spmd_rl.run_dir import RunDir
 from spmd_rl.stop_signals import StopSignals
@@ -84,6 +84,7 @@ class InferenceRank:
             sampling=run_sampling(config, tokenizer)["train"],
             encode=tokenizer.encode,
             max_seq_len=config.inference.max_seq_len,
+            distances=distances(load_config(config.model.path)),
             recomputes=config.inference.kv_on_update == "recompute",
             seed=config.run.seed,
         )

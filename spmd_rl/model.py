@@ -330,6 +330,14 @@ def rope_limit(config: PretrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+def distances(config: PretrainedConfig) -> tuple[int, ...]:
+    """Tokens beyond which a token sees or turns something else: windows, chunks, the original length of ropes."""
+    text = config.get_text_config()
+    sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    sizes += [rope.get("original_max_position_embeddings") for rope in _ropes(text)]
+    return tuple(sorted({size for size in sizes if isinstance(size, int) and size > 0}))
+
+
 def within_rope_limit(config: PretrainedConfig) -> PretrainedConfig:
     """A config with a plain rope in place of one with a limit: up to that it does the same, by other frequencies."""
     same = deepcopy(config)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TOKENS = 24  # sampled for each sequence, at most
 PROMPT = 40  # tokens of an ordinary prompt, at most
 SHORT = 2  # tokens of the short one
-LONG = 640  # of the long one, where no context is longer than what a step computes of prompts
+LONG = 640  # of the long one, at least, where the context has room for it
 REPLIES = 3  # to the ordinary prompt, and two more that live through a swap
 CROSSING = 2
 BEFORE_SWAP = 6  # steps that a running sequence makes before weights are swapped
@@ -58,11 +58,12 @@ class ProbeSampler:
         sampling: Sampling,  # of training
         encode: Callable[[str], Sequence[int]],
         max_seq_len: int,
+        distances: Sequence[int] = (),  # of the model, see `model.distances`: the long prompt goes beyond
         recomputes: bool,  # keys and values of running sequences, under new weights
         seed: int,
     ) -> None:
         self._engine, self._recomputes, self._seed = engine, recomputes, seed
-        self._max_seq_len = max_seq_len
+        self._max_seq_len, self._distances = max_seq_len, distances
         self._num_new = max(1, min(TOKENS, max_seq_len // 3))
         self._sampling = replace(sampling, max_tokens=self._num_new, stop_ids=())
         self._text = np.array(encode(TEXT), np.int32)
@@ -105,9 +106,10 @@ class ProbeSampler:
 
     @property
     def _longest(self) -> int:
-        """More than a step computes of prompts, where the context has room for it."""
-        room, wanted = self._max_seq_len - self._num_new, self._engine.engine.prefill_budget * 5 // 4
-        return wanted if wanted <= room else min(room, LONG)
+        """More than a step computes of prompts and than the model's windows, as far as the context has room for it."""
+        room = self._max_seq_len - self._num_new
+        wanted = [size * 5 // 4 for size in (self._engine.engine.prefill_budget, *self._distances)]
+        return max([min(room, LONG), *(length for length in wanted if length <= room)])
 
     def _prompt(self, length: int, shift: int = 0) -> np.ndarray:  # [N] int32
         """From another place of the text for another shift."""

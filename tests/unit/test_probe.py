@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import Llama4TextConfig, LlamaConfig, MistralConfig
 
 from spmd_rl import packing
 from spmd_rl.bounds import age_bound
+from spmd_rl.model import distances
 from spmd_rl.orchestrator.probe import (
     Limits,
     Sampled,
@@ -19,7 +22,8 @@ from spmd_rl.orchestrator.probe import (
     whole_context,
 )
 from spmd_rl.orchestrator.report import Report
-from spmd_rl.types import Disagreement, Rollout
+from spmd_rl.probe_sampler import ProbeSampler
+from spmd_rl.types import Disagreement, Rollout, Sampling
 from tests import fakes
 
 EXACT, ROUNDED, EXPERTS = Limits(exact=True), Limits(), Limits(exact=True, experts=True)
@@ -176,3 +180,35 @@ def test_a_large_mismatch_of_a_batch_is_warned_of():
         report(said).mismatched(3, kl)
     (line,) = said
     assert line.startswith("warning: tokens that version 3 sampled") and "by 0.011 nats per token" in line
+
+
+@pytest.mark.parametrize(
+    ("room", "budget", "distances", "longest"),
+    [
+        (2000, 512, (), 640),
+        (100, 512, (), 92),  # the context ends before
+        (2000, 1024, (), 1280),
+        (4000, 512, (1024, 2048), 2560),
+        (2000, 512, (1024, 4096), 1280),  # no context of the run crosses the larger one
+    ],
+)
+def test_the_long_prompt_goes_beyond_chunks_and_windows_that_a_context_can_cross(room, budget, distances, longest):
+    sampler = ProbeSampler(
+        engine=SimpleNamespace(engine=SimpleNamespace(prefill_budget=budget)),
+        sampling=Sampling(max_tokens=8),
+        encode=lambda text: [1, 2, 3],
+        max_seq_len=room,
+        distances=distances,
+        recomputes=True,
+        seed=0,
+    )
+    sampler._num_new = 8
+    assert sampler._longest == longest
+
+
+def test_the_distances_of_a_model_are_its_windows_chunks_and_original_length():
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert distances(MistralConfig(sliding_window=4096)) == (4096,)
+    assert distances(LlamaConfig(rope_parameters=rope)) == (1024,)
+    assert distances(Llama4TextConfig(attention_chunk_size=8192))[-1] == 8192
+    assert distances(LlamaConfig()) == ()
