@@ -197,7 +197,7 @@ def test_the_models_of_one_process_need_no_mesh(folders: dict[str, Path]) -> Non
     models = Models(policy=load(folders["tiny"]), mesh=None, device=CPU)
     models.refresh()
     assert models.counts and models.num_averaged == 1
-    assert isinstance(models.score(torch.arange(5)), torch.Tensor)
+    assert isinstance(models.score(torch.arange(5), 1.0), torch.Tensor)
 
 
 def train_in_a_world(world: Any, folder: Path) -> Any:
