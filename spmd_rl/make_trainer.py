@@ -23,6 +23,7 @@ from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.experts import check_router_loss
 from spmd_rl.trainer.lora import check_targets
 from spmd_rl.trainer.models import Models
+from spmd_rl.trainer.sharding import check_dtype
 from spmd_rl.trainer.tensor_parallel import check_split
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.weights.low_rank import Lora
@@ -114,6 +115,8 @@ def check_model(config: Config) -> Verdict:
                     "forward of its own on one rank; leave it out"
                 )
     check_rope(model, config.inference.max_seq_len)
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_dtype(model, engine_dtype(config.model.dtype, place))
     if config.topology.tensor_parallel > 1:
         check_split(model, config.topology.tensor_parallel)
     if config.lora.rank:

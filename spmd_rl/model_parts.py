@@ -18,8 +18,8 @@ def body(model: nn.Module) -> nn.Module:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """What hidden states go through one after the other."""
-    num = model.config.get_text_config().num_hidden_layers
+    num = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     for module in body(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num:
             return module
-    raise ValueError(f"{type(model).__name__}: has no list of its {num} layers")
+    raise ValueError(f"{type(model).__name__}: has no list of its {num or 'decoder'} layers")

@@ -12,7 +12,7 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmd_rl.behavior import compare, faults, plain, ranks
 from spmd_rl.behavior.samples import Rollouts, randomize, rollouts
-from spmd_rl.behavior.shrink import decoder_layers, shrunk
+from spmd_rl.behavior.shrink import decoder_layers, shrunk, unseen
 from spmd_rl.model import hidden_states, load_config, packs
 from spmd_rl.text_part import text_config
 from spmd_rl.trainer.models import Models
@@ -33,6 +33,9 @@ from spmd_rl.trainer.models import Models
 LIMIT = 1e-3  # nats, or of a gradient's norm
 MARGIN = 100.0
 LONGEST = 300  # characters of another library's error
+
+
+Computed = tuple[Tensor, dict[str, Tensor]]  # [N] log-probs of all loss tokens, and gradients by parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,7 @@ class Verdict:
     differences: dict[str, float] = field(default_factory=dict)  # by way
     faults: dict[str, float] = field(default_factory=dict)  # nats, by what was planted
     refusal: str = ""  # why the model is not trained, a line; "": exact
+    lasting: bool = True  # False: something else than the model may have failed, a full disk, say
     seconds: float = 0.0
 
     @property
@@ -72,13 +76,14 @@ class Verdict:
 def examine(config: PretrainedConfig, ways: Ways) -> Verdict:
     """Of a config of any size."""
     begun, found = time.monotonic(), _Found(ways)
-    with _quiet(), torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(prefix="spmd_rl_") as folder:
+    with quiet(), torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(prefix="spmd_rl_") as folder:
         found.look(config, Path(folder))
     return Verdict(
         model_type=config.model_type,
         differences=found.differences,
         faults=found.faults,
         refusal=found.refusal,
+        lasting=found.lasting,
         seconds=time.monotonic() - begun,
     )
 
@@ -91,11 +96,15 @@ class _Found:
         self.differences: dict[str, float] = {}
         self.faults: dict[str, float] = {}
         self.refusal = ""
+        self.lasting = True
 
     def look(self, config: PretrainedConfig, folder: Path) -> None:
         self._place = str(folder / "model")
         small = self._try("config.json cannot be made small", lambda: shrunk(text_config(config)))
-        case = self._try("config.json makes no causal LM", lambda: _Case(small, folder, self.ways))
+        if small is not None and (size := unseen(small)):
+            name, value = size
+            self.refusal = f"cannot be decided: the sequences that are tried do not reach config.{name} = {value}"
+        case = self._try("config.json makes no causal LM", lambda: Case(small, folder, self.ways))
         if case is None:
             return
         self.faults = self._try("the plain model fails", lambda: case.faults) or {}
@@ -104,10 +113,11 @@ class _Found:
             ways["share_prefix"] = case.share_prefix
         if self.ways.engine:
             ways["the native engine"] = case.engine
-        if self.ways.tensor_parallel:
-            ways["tensor parallelism"] = case.tensor_parallel
+        spread = ["tensor_parallel"] if self.ways.tensor_parallel else []
         if self.ways.context_parallel and packs(case.models[0]):
-            ways["context parallelism"] = case.context_parallel
+            spread.append("context_parallel")
+        if spread:
+            ways["the forward on several ranks"] = lambda: case.spread(spread)
         if self.ways.lora:
             ways["LoRA"] = case.lora
         ways["the export"] = case.export
@@ -117,7 +127,7 @@ class _Found:
             self.differences |= self._try(f"{name} fails", way) or {}
             self._judge(case)
 
-    def _judge(self, case: _Case) -> None:
+    def _judge(self, case: Case) -> None:
         for way, value in self.differences.items():
             if not value <= LIMIT:  # nor for NaN
                 what = "of a gradient's norm" if way == "gradients" else "nats"
@@ -139,11 +149,14 @@ class _Found:
         try:
             return do()
         except Exception as error:
-            self.refusal = f"{what}: {_one_line(error)}".replace(f"{self._place}: ", "")
+            self.lasting = not isinstance(error, OSError | MemoryError | ranks.NoAnswer) and error.__cause__ is None
+            self.refusal = f"{what}: {_one_line(error)}".replace(f"{self._place}: ", "").replace(
+                self._place, "the model"
+            )
             return None
 
 
-class _Case:
+class Case:
     """A small model with two sets of weights, its plain counterpart, and rollouts."""
 
     def __init__(self, config: PretrainedConfig, folder: Path, ways: Ways) -> None:
@@ -164,13 +177,12 @@ class _Case:
         found = faults.planted(self.models[0], self.folder, self.rollouts)
         with torch.no_grad():
             before = plain.reply_logprobs(self.models[1], self.rollouts)
-        return found | {"weights of another version": _most(before, self.expected[0].detach())}
+        return found | {"weights of another version": _most(before, self.expected[0])}
 
     @cached_property
-    def expected(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Log-probs of all loss tokens, and gradients."""
+    def expected(self) -> Computed:
         logprobs = plain.reply_logprobs(self.models[0], self.rollouts)
-        return logprobs, plain.pulled_gradients(self.models[0], logprobs, self.pull)
+        return logprobs.detach(), plain.pulled_gradients(self.models[0], logprobs, self.pull)
 
     @cached_property
     def trainer(self) -> Models:
@@ -187,18 +199,27 @@ class _Case:
 
     def training(self) -> dict[str, float]:
         packed = packs(self.trainer.model)
+        if not packed:
+            self.faults["a state leaks from sequence to sequence"] = self._leak()
         return self._trained("packed" if packed else "alone", pack=packed, share_prefix=False)
+
+    @torch.no_grad()
+    def _leak(self) -> float:
+        """Of states alone, were this model packed: attention keeps sequences apart."""
+        first, second = self.rollouts.sequences[-1], self.rollouts.sequences[0]
+        leaking = compare.after_another(self.trainer, first, second)
+        return _most(leaking, plain.token_logprobs(self.models[0], second))
 
     def share_prefix(self) -> dict[str, float]:
         found = self._trained("share_prefix", pack=True, share_prefix=True)
-        return {"share_prefix": max(found["share_prefix"], found["gradients"])}
+        return {"share_prefix": plain.largest(found.values())}
 
     def _trained(self, way: str, *, pack: bool, share_prefix: bool) -> dict[str, float]:
         logprobs, gradients = self.expected
         self.trainer.model.zero_grad(set_to_none=True)
         mine = compare.trained(self.trainer, self.rollouts, self.pull, pack=pack, share_prefix=share_prefix)
         return {
-            way: _most(mine, logprobs.detach()),
+            way: _most(mine, logprobs),
             "gradients": plain.apart(compare.gradients(self.trainer), gradients),
         }
 
@@ -218,15 +239,24 @@ class _Case:
         with torch.no_grad():
             return {"export": _most(plain.reply_logprobs(written, self.rollouts), self.expected[0])}
 
-    def tensor_parallel(self) -> dict[str, float]:
-        return {"tensor_parallel": self._spread("tensor_parallel")}
+    def spread(self, ways: Sequence[str]) -> dict[str, float]:
+        """Over several ranks, in the ways of `ranks.MESHES`."""
+        answers = ranks.answers([self.task(way) for way in ways])
+        return {way: self.distance(answer) for way, answer in zip(ways, answers, strict=True)}
 
-    def context_parallel(self) -> dict[str, float]:
-        return {"context_parallel": self._spread("context_parallel")}
+    def task(self, way: str) -> ranks.Task:
+        return ranks.Task(folder=self.folder, rollouts=self.rollouts, pull=self.pull, way=way)
 
-    def _spread(self, way: str) -> float:
-        logprobs, theirs = ranks.trained(self.folder, self.rollouts, self.pull, way)
-        return max(_most(logprobs, self.expected[0].detach()), plain.apart(theirs, self.expected[1]))
+    def distance(self, answer: ranks.Answer) -> float:
+        """ValueError, with why, where there is no answer."""
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return self.apart(answer, self.expected)
+
+    @staticmethod
+    def apart(one: Computed, other: Computed) -> float:
+        """Of log-probs and gradients: in nats or of a gradient's norm, whichever is more."""
+        return plain.largest([_most(one[0], other[0]), plain.apart(one[1], other[1])])
 
     @torch.no_grad()
     def where(self) -> str:
@@ -263,7 +293,7 @@ def _one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What architectures warn of while they are tried is no news to the run's reader."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)

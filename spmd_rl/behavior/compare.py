@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spmd_rl.attention import Segments, token_positions
 from spmd_rl.behavior import plain
 from spmd_rl.behavior.samples import Rollouts, tokens
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.model import build
+from spmd_rl.logprobs import token_logprobs
+from spmd_rl.model import build, head, run_body
 from spmd_rl.trainer.export import export
 from spmd_rl.trainer.flops import Flops
 from spmd_rl.trainer.microbatch import MicroBatch, cut
@@ -96,6 +98,15 @@ def adapted(folder: Path, targets: Sequence[str]) -> Models:
     return models
 
 
+@torch.no_grad()
+def after_another(models: Models, first: Tensor, second: Tensor) -> Tensor:  # [T - 1]
+    """Log-probs of a sequence packed after another in a forward whose layers carry a state over: a planted fault."""
+    attend = Segments([0, len(first), len(first) + len(second)])
+    ids = torch.cat([first, second])
+    hidden = run_body(models.model, ids, token_positions(attend.spans, CPU), attend)
+    return token_logprobs(hidden[len(first) : -1], head(models.model), second[1:])[0].double()
+
+
 def gradients(models: Models) -> dict[str, Tensor]:
     return {name: p.grad for name, p in models.model.named_parameters() if p.grad is not None}
 
@@ -137,10 +148,10 @@ def sampled(folder: Path, later: Path, vocab: int) -> list[tuple[np.ndarray, Com
 @torch.no_grad()
 def engine_difference(folder: Path, later: Path, models: tuple[PreTrainedModel, PreTrainedModel]) -> float:
     """Most nats between a sampled token's log-prob and the plain model's of its version."""
-    worst = 0.0
+    distances = []
     for prompt, reply, temperature in sampled(folder, later, models[0].config.get_text_config().vocab_size):
         ids = torch.from_numpy(np.concatenate([prompt, reply.token_ids])).long()
         each = torch.stack([plain.token_logprobs(m, ids, temperature)[len(prompt) - 1 :] for m in models])
         expected = each[torch.from_numpy(reply.versions).long(), torch.arange(len(reply.token_ids))]
-        worst = max(worst, (expected - torch.from_numpy(reply.logprobs)).abs().max().item())
-    return worst
+        distances.append((expected - torch.from_numpy(reply.logprobs)).abs().max().item())
+    return plain.largest(distances)

@@ -87,7 +87,9 @@ def neutral(config: PretrainedConfig) -> Iterator[tuple[str, PretrainedConfig]]:
     for attribute, (name, value) in NEUTRAL.items():
         text = copy.deepcopy(config)
         inner = text.get_text_config()
-        if isinstance(getattr(inner, attribute, None), int | float) and getattr(inner, attribute) != value:
+        computed = isinstance(getattr(type(inner), attribute, None), property)
+        now = None if computed else getattr(inner, attribute, None)
+        if isinstance(now, int | float) and now != value:
             setattr(inner, attribute, value)
             yield name, text
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
@@ -128,7 +130,12 @@ def _late(ids: Tensor) -> Tensor:  # [1, T]
 
 
 def _moved(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> float:
-    return _distance(plain.token_logprobs(model, ids, position_ids=positions), plain.token_logprobs(model, ids))
+    """0 where the model takes no such positions: then that is no mistake that could be made."""
+    expected = plain.token_logprobs(model, ids)
+    try:
+        return _distance(plain.token_logprobs(model, ids, position_ids=positions), expected)
+    except (IndexError, RuntimeError):
+        return 0.0
 
 
 def _changed(model: PreTrainedModel, tensors: list[Tensor], value: float, ids: Tensor) -> float:

@@ -5,6 +5,7 @@ Given a folder.  Knows nothing of how the trainer or an engine computes the same
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -58,4 +59,9 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
         nothing = torch.zeros_like(ours.get(name, theirs.get(name)))
         distance = (ours.get(name, nothing).double() - theirs.get(name, nothing).double()).norm().item()
         distances.append(distance / max(norms.get(name, 0.0), floor))
-    return max(distances, default=0.0)
+    return largest(distances)
+
+
+def largest(values: Iterable[float]) -> float:
+    """0 of none, NaN where one is."""
+    return torch.tensor([0.0, *values], dtype=torch.float64).max().item()

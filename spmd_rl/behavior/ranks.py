@@ -1,17 +1,19 @@
 """The trainer's forward and backward on several ranks: gloo processes of its own on this machine.
 
-Given a folder with a small model, rollouts and a way to split them.  The processes are apart from those of a run: they
-meet in a file, see no accelerator and end with their answer.  Knows nothing of what the answer is compared with.
+Given folders with small models, rollouts and a way to split them.  The processes are apart from those of a run: they
+meet in a file, see no accelerator and end with their answers.  Knows nothing of what the answers are compared with.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,51 +37,79 @@ LIMIT_S = 120.0
 _OF_A_JOB = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
-def trained(folder: Path, rollouts: Rollouts, pull: Tensor, way: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """[N] log-probs and whole gradients by parameter, computed by NUM ranks.  RuntimeError where one fails."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One model to be computed with on several ranks."""
+
+    folder: Path
+    rollouts: Rollouts
+    pull: Tensor  # [N] of the sum of log-probs whose gradients are asked for
+    way: str  # of MESHES
+
+
+Answer = tuple[Tensor, dict[str, Tensor]] | str  # [N] log-probs and whole gradients by parameter; or why there are none
+
+
+class NoAnswer(RuntimeError):
+    """Ranks that died or took too long: nothing about the model."""
+
+
+def answers(tasks: Sequence[Task], limit_s: float = LIMIT_S) -> list[Answer]:
+    """Of NUM ranks.  NoAnswer where one dies or does not end in time."""
     with tempfile.TemporaryDirectory(prefix="spmd_rl_") as place:
-        asked, answer = Path(place) / "asked", Path(place) / "answer"
-        asked.write_bytes(pickle.dumps((folder, rollouts, pull, way)))
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_JOB)}
+        torch.save([_packed(task) for task in tasks], Path(place) / "tasks")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_JOB)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "spmd_rl.behavior.ranks", place]
         ranks = [
             subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
             for rank in range(NUM)
         ]
-        errors = []
-        for rank in ranks:
-            try:
-                _, said = rank.communicate(timeout=LIMIT_S)
-            except subprocess.TimeoutExpired:
-                said = f"no answer in {LIMIT_S:.0f} s"
-            if rank.poll() != 0:
+        try:
+            said = [rank.communicate(timeout=limit_s)[1] for rank in ranks]
+        except subprocess.TimeoutExpired as error:
+            raise NoAnswer(f"{NUM} ranks gave no answer in {limit_s:.0f} s") from error
+        finally:
+            for rank in ranks:
                 rank.kill()
                 rank.wait()
-                errors.append(said.strip().rpartition("\n")[2])
-        if errors:
-            raise RuntimeError(errors[0])
-        return torch.load(answer, weights_only=True)
+        if failed := [text for rank, text in zip(ranks, said, strict=True) if rank.returncode]:
+            raise NoAnswer(failed[0].strip().rpartition("\n")[2])
+        return torch.load(Path(place) / "answers", weights_only=True)
 
 
-def compute(rank: int, folder: Path, rollouts: Rollouts, pull: Tensor, way: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """On one of the ranks, all of which must call it."""
-    shape, shares_tokens = MESHES[way]
+def _packed(task: Task) -> dict[str, object]:
+    """As plain tensors and texts."""
+    arrays = {part.name: torch.from_numpy(getattr(task.rollouts, part.name)) for part in fields(Rollouts)}
+    return {"folder": str(task.folder), "rollouts": arrays, "pull": task.pull, "way": task.way}
+
+
+def _unpacked(words: dict[str, Any]) -> Task:
+    rollouts = Rollouts(**{name: tensor.numpy() for name, tensor in words["rollouts"].items()})
+    return Task(folder=Path(words["folder"]), rollouts=rollouts, pull=words["pull"], way=words["way"])
+
+
+def _answer(task: Task) -> Answer:
+    """On one of the ranks, all of which must call it; what fails must fail on all alike."""
+    shape, shares_tokens = MESHES[task.way]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES[: len(shape)])
-    policy = build(folder, device=compare.CPU, dtype=torch.float32, weights=True)
-    models = Models(policy=policy, mesh=mesh, context=dist.group.WORLD if shares_tokens else None, device=compare.CPU)
-    models.last_backward(True)
-    logprobs = compare.trained(models, rollouts, pull, pack=packs(policy), share_prefix=False)
-    copies = 1 if shares_tokens else models.num_averaged  # all ranks have the same rollouts, and FSDP averages
-    found = compare.gradients(models)
-    return logprobs, {name: whole(grad) * (models.num_averaged / copies) for name, grad in found.items()}
+    try:
+        policy = build(task.folder, device=compare.CPU, dtype=torch.float32, weights=True)
+        context = dist.group.WORLD if shares_tokens else None
+        models = Models(policy=policy, mesh=mesh, context=context, device=compare.CPU)
+        models.last_backward(True)
+        logprobs = compare.trained(models, task.rollouts, task.pull, pack=packs(policy), share_prefix=False)
+    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    factor = models.num_averaged if shares_tokens else 1  # FSDP averages; here all have the same, there a part each
+    return logprobs, {name: whole(gradient) * factor for name, gradient in compare.gradients(models).items()}
 
 
 def _main(place: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=NUM)
-    answer = compute(rank, *pickle.loads((place / "asked").read_bytes()))
+    found = [_answer(_unpacked(words)) for words in torch.load(place / "tasks", weights_only=True)]
     if rank == 0:
-        torch.save(answer, place / "answer")
+        torch.save(found, place / "answers")
     dist.barrier()
 
 

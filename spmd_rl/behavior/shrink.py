@@ -53,14 +53,20 @@ SIZES: tuple[tuple[str, int], ...] = (  # the first pattern that matches a whole
     (r"topk_group", 1),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", LONGEST),
     (r"original_max_position_embeddings", ORIGINAL),
-    (r"\w*sliding_window(?:_size)?|attention_window_size|keep_window_size|window_size|local_attention", WINDOW),
-    (r"\w*chunk_size|floor_scale|index_topk|log_scaling_n_floor", CHUNK),
+    (r"index_topk_blocks", 2),
+    (
+        r"\w*sliding_window(?:_size)?|local_attention_window_len|attention_window_size|keep_window_size|window_size|local_attention",
+        WINDOW,
+    ),
+    (r"\w*chunk_size|\w*_chunk_length|(?:index_)?block_size|floor_scale|index_topk|log_scaling_n_floor", CHUNK),
 )
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "logits_soft_cap": 5.0}
 CAPS |= {"output_logit_soft_cap": 5.0}  # which logits of small models reach
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 DEPTHS += ("decoder_layers", "num_decoder_layers")
 INDICES = re.compile(r"\w*(?:layers|layer_ids|idxs|indices)")  # lists of layers by number
+SIGHT = re.compile(r"window|chunk|block_?size|block_len|topk_|top_k_blocks|stride")
+SHORTEST_LIMIT = 32  # tokens; above, too few of a tried sequence would be beyond it
 NOT_SIZES = {"chunk_size_feed_forward", "chunk_size_lm_head", "sliding_window_pattern", "pad_vocab_size_multiple"}
 
 
@@ -74,6 +80,15 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     looked_at = max(min(depth, MOST_LAYERS), _last_new_kind(text, depth))
     tall = _made(config, _cut(narrow, depth, looked_at))
     return _made(config, _cut(narrow, depth, min(depth, max(2, num_first_of_all_kinds(layers_on_meta(tall))))))
+
+
+def unseen(config: PretrainedConfig) -> tuple[str, int] | None:
+    """A size of the small config that by its name limits what a token sees, and that no tried sequence reaches."""
+    for name, value in config.get_text_config().to_dict().items():
+        limits = SIGHT.search(name) and name not in NOT_SIZES and not name.startswith(("max_", "num_"))
+        if limits and isinstance(value, int) and value > SHORTEST_LIMIT:
+            return name, value
+    return None
 
 
 def layers_on_meta(config: PretrainedConfig) -> nn.ModuleList | None:

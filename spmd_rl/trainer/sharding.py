@@ -176,16 +176,25 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     kept = set() if compute_dtype == master else _kept(policy.model, compute_dtype)
-    for name, module in list(policy.named_modules()):
-        if kept.isdisjoint(own := set(module.parameters(recurse=False))):
+    if kept:
+        check_dtype(policy.model, compute_dtype)
+    for module in list(policy.modules()):
+        if kept.isdisjoint(module.parameters(recurse=False)):
             continue
-        if own - kept:
-            raise ValueError(f"model.dtype: only a part of {name} may be computed in {compute_dtype}: use float32")
         exact = settings | {"mp_policy": MixedPrecisionPolicy(), "reshard_after_forward": reshard_after_forward}
         fully_shard(module, **exact)
     for layer in decoder_layers(policy.model):
         fully_shard(layer, **settings, reshard_after_forward=reshard_after_forward)
     fully_shard(policy, **settings, reshard_after_forward=False)
+
+
+def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """ValueError for a model of which a module has parameters of two types where it is computed in `dtype`."""
+    kept = _kept(model, dtype)
+    for name, module in model.named_modules():
+        own = set(module.parameters(recurse=False))
+        if own & kept and own - kept:
+            raise ValueError(f"model.dtype: only a part of {name} may be computed in {dtype}: use float32")
 
 
 def _kept(model: nn.Module, dtype: torch.dtype) -> set[nn.Parameter]:

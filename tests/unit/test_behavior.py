@@ -1,5 +1,6 @@
 """Whether a model is exact is decided by trying it: exact ones are, planted faults are found, odd ones get one line."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -7,15 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from spmd_rl import attention, behavior, model
+from spmd_rl import attention, behavior, config, model
 from spmd_rl.attention import Rule
-from spmd_rl.behavior import Verdict, Ways, cache, check, compare, examine, samples
+from spmd_rl.behavior import Verdict, Ways, cache, check, compare, examine, plain, ranks, samples
 from spmd_rl.behavior.shrink import shrunk
+from spmd_rl.cli import main
+from spmd_rl.engine import native
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.step_attention import StepAttention
+from spmd_rl.make_trainer import check_model
 from spmd_rl.trainer import models, sharding
+from tests.unit.families import save
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs" / "tiny_cpu.toml")
 
 SCALED = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
 EXACT = (
@@ -261,6 +269,59 @@ def test_a_refusal_is_kept_too(asked: list[str]) -> None:
     assert first == no == remembered(config_of("llama")) and not asked
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError(), ranks.NoAnswer("no answer")])
+def test_an_accident_refuses_once_and_is_not_remembered(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def accident(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "alone", accident)
+        first = remembered(config_of("llama"))
+    assert first.refusal.startswith("training fails: ") and not first.lasting
+    assert not remembered(config_of("llama")).refusal
+
+
+@pytest.mark.parametrize("values", [[1.0, math.nan, 2.0], [math.nan, 1.0], [1.0, math.nan]])
+def test_what_is_not_finite_is_the_largest_wherever_it_stands(values: list[float]) -> None:
+    assert math.isnan(plain.largest(values)) and plain.largest([]) == 0.0
+    theirs = {str(i): torch.ones(2) for i in range(len(values))}
+    ours = {str(i): torch.tensor([1.0, value]) for i, value in enumerate(values)}
+    assert math.isnan(plain.apart(ours, theirs))
+
+
+def test_a_gradient_that_is_not_finite_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = compare.gradients
+
+    def broken(models: object) -> dict[str, torch.Tensor]:
+        return {name: g * math.nan if "k_proj" in name else g for name, g in sound(models).items()}
+
+    monkeypatch.setattr(compare, "gradients", broken)
+    assert examine(config_of("llama"), Ways(engine=False)).refusal.startswith("gradients: nan of a gradient's norm off")
+
+
+def test_what_no_tried_sequence_reaches_is_not_called_exact() -> None:
+    config = config_of("llama")
+    config.attention_block_size_of_tomorrow = 4096
+    refusal = (
+        "cannot be decided: the sequences that are tried do not reach config.attention_block_size_of_tomorrow = 4096"
+    )
+    assert examine(config, Ways()).refusal == refusal
+
+
+SPARSE = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2}
+
+
+@pytest.mark.skipif("minimax_m3_vl_text" not in CONFIG_MAPPING, reason="needs a newer transformers")
+def test_attention_to_chosen_blocks_is_seen() -> None:
+    """An indexer chooses 16 blocks of 128 keys: more than any small sequence has."""
+    refusal = examine(CONFIG_MAPPING["minimax_m3_vl_text"](**SPARSE), Ways()).refusal
+    assert refusal.startswith("packed: ") and "minimax_m3_sparse" in refusal
+
+
 @pytest.mark.parametrize("broken", ["unwritable", "damaged"])
 def test_a_cache_that_cannot_be_used_changes_nothing(asked: list[str], broken: str) -> None:
     if broken == "unwritable":
@@ -271,3 +332,131 @@ def test_a_cache_that_cannot_be_used_changes_nothing(asked: list[str], broken: s
         (kept,) = cache.folder().glob("*.json")
         kept.write_text('{"model_type": "lla')
     assert not remembered(config_of("llama")).refusal and asked[-1] == "llama"
+
+
+# Models that were once computed wrongly, or stopped a run with a traceback.
+
+CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+WINDOW = {"use_sliding_window": True, "max_window_layers": 1}
+
+
+def long_rope(num: int) -> dict[str, Any]:
+    """Other factors for sequences of more than 4096 tokens, one for each of `num` frequencies."""
+    short, far = [1.0 + i / 20 for i in range(num)], [2.0 + i for i in range(num)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096}
+    return {"rope_parameters": rope | {"short_factor": short, "long_factor": far}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("lfm2", CONV),
+        ("qwen2_moe", WINDOW),
+        ("gpt2", {}),
+        ("deepseek_v2", {"num_experts_per_tok": 2, "n_routed_experts": 4}),
+        *(
+            pytest.param(kind, settings, marks=pytest.mark.full)
+            for kind, settings in (
+                ("qwen3_next", {}),
+                ("qwen3_5_text", {}),
+                ("bamba", {"attn_layer_indices": [1]}),
+                ("qwen2", WINDOW),
+                ("qwen3_moe", WINDOW),
+                ("mixtral", {"sliding_window": 4096}),
+                ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+                ("gpt_oss", {}),
+            )
+        ),
+    ],
+)
+def test_a_model_that_once_went_wrong_is_exact(kind: str, settings: dict[str, Any]) -> None:
+    verdict = examine(config_of(kind, **settings), Ways())
+    assert not verdict.refusal and max(verdict.differences.values()) < check.LIMIT
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("phi3", long_rope(48) | {"original_max_position_embeddings": 4096, "max_position_embeddings": 32768}),
+        ("bloom", {}),
+        ("falcon", {}),
+        ("mamba", {}),
+        *(
+            pytest.param(kind, settings, marks=pytest.mark.full)
+            for kind, settings in (
+                ("llama", long_rope(64)),
+                ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+                ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+                ("llama4_text", {}),
+                ("falcon_h1", {}),
+                ("stablelm", {}),
+                ("nemotron", {"head_dim": 128}),
+                ("opt", {}),
+                ("recurrent_gemma", {}),
+                ("bart", {}),
+                ("blt", {}),
+            )
+        ),
+    ],
+)
+def test_a_model_of_another_kind_is_exact_or_refused_in_one_line(kind: str, settings: dict[str, Any]) -> None:
+    verdict = examine(config_of(kind, **settings), Ways())
+    if verdict.refusal:
+        assert "\n" not in verdict.line and verdict.line.startswith(kind) and "spmd_rl_" not in verdict.line
+    else:
+        assert max(verdict.differences.values()) < check.LIMIT
+
+
+def leaking_states(patch: pytest.MonkeyPatch) -> None:
+    """Sequences are packed through layers that carry a state."""
+    for module in (model, check):
+        patch.setattr(module, "packs", lambda model: True)
+
+
+def forgotten_states(patch: pytest.MonkeyPatch) -> None:
+    """The engine has keys and values, and nothing else of what came before."""
+    patch.setattr(native, "packs", lambda model: True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("lfm2", CONV),
+        pytest.param("qwen3_next", {}, marks=pytest.mark.full),
+        pytest.param("bamba", {}, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize(("fault", "way"), [(leaking_states, "packed"), (forgotten_states, "engine")])
+def test_states_that_leak_or_are_forgotten_are_found(
+    fault: Callable[[pytest.MonkeyPatch], None], way: str, kind: str, settings: dict[str, Any]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        verdict = examine(config_of(kind, **settings), Ways())
+    assert verdict.refusal.startswith(f"{way}: ") and verdict.differences[way] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("topology.tensor_parallel=2", "topology.trainer=2"), "tensor parallelism: phi3 is not one of"),
+        (("lora.rank=4",), "no such linear layers; the model has down_proj, gate_up_proj, o_proj, qkv_proj"),
+    ],
+)
+def test_what_a_model_cannot_do_is_said_before_anything_is_built(
+    settings: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    save("phi3", tmp_path)
+    with pytest.raises(ValueError, match=message) as refused:
+        check_model(config.load(ROOT / "configs" / "tiny_cpu.toml", [f"model.path={tmp_path}", *settings]))
+    assert "\n" not in str(refused.value)
+
+
+def test_check_says_what_it_found_and_refuses_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", TINY, f"model.path={save('qwen3', tmp_path / 'fine')}"]) == 0
+    assert "model: qwen3, exact: packed " in capsys.readouterr().out
+    folder = tmp_path / "bloom"
+    AutoModelForCausalLM.from_config(shrunk(config_of("bloom"))).save_pretrained(folder)
+    assert main(["check", TINY, f"model.path={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "BloomBlock" in said and "nats off the plain model" in said
