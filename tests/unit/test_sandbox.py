@@ -146,7 +146,8 @@ print(json.dumps([seen, sorted(os.listdir("/tmp")), [p for p in os.listdir("/pro
 """
     seen, temporary, processes, first, num_open, system = told(code)
     assert not any(seen.values()) and system
-    assert temporary == ["shm", "work"] and len(processes) == 2
+    python = {path.parts[2] for path in map(Path, (sys.prefix, sys.base_prefix)) if path.parts[1] == "tmp"}
+    assert set(temporary) == {"shm", "work"} | python and len(processes) == 2
     assert first == ["0", "1", "2"] and num_open == 4  # the fourth is of the listing
 
 
