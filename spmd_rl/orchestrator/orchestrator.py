@@ -564,8 +564,11 @@ class Orchestrator:
         }
         if self._adaptive is not None:
             values["admission/limit"] = self._adaptive.limit  # that admission went by in this step
+            first = version == self._first_version + 1  # whose batch is waited for however much is admitted
             self._adaptive.observe(
-                waited_s=values["trainer/wait_s"], busy_s=values["trainer/step_s"], used=values["admission/used"]
+                waited_s=0.0 if first else values["trainer/wait_s"],
+                busy_s=values["trainer/step_s"],
+                used=values["admission/used"],
             )
         self._recorder.write("step", version, values)
         self._recorded.advance(version)

@@ -153,6 +153,7 @@ def test_a_window_lets_quick_rollouts_pass_and_costs_what_its_bound_says(tmp_pat
 @pytest.mark.full
 def test_adaptive_admission_is_restored_where_it_stood_and_the_first_step_keeps_its_bound(tmp_path):
     adaptive = (*SMALL, "staleness.max_staleness=8", "staleness.max_concurrent=160", "staleness.adaptive=true")
+    adaptive += ("trainer.num_epochs=6",)  # so that training is slower than generation
     run(tmp_path, *adaptive, num_steps=24)
     kept = json.loads((tmp_path / "checkpoints" / "step_24" / "orchestrator.json").read_text())["admission_limit"]
     assert 16 <= kept < 9 * 16  # generation is far ahead here, so the limit has fallen from the ceiling
