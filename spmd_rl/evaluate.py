@@ -29,9 +29,9 @@ from spmd_rl.orchestrator.eval_sink import EvalReport
 from spmd_rl.orchestrator.report import eval_texts, eval_values
 from spmd_rl.run_dir import write_whole
 from spmd_rl.tasks import eval_tasks, load_environments
+from spmd_rl.terminal import escaped
 from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import FailedAttempt
-from spmd_rl.user_code import escaped
 from spmd_rl.weights.layout import weights_of
 from spmd_rl.world import alone
 

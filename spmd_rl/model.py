@@ -140,8 +140,7 @@ def head_dtype(name: str) -> torch.dtype | None:
 
 def weight_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Of each weight, by name, where the model is one of `dtype`: some architectures keep some of them in float32."""
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(model.config, dtype=dtype, attn_implementation=ATTENTION)
+    made = on_meta(model.name_or_path, model.config, dtype)
     return {name: tensor.dtype for name, tensor in made.state_dict().items()}
 
 
@@ -324,7 +323,7 @@ def rope_limit(config: PretrainedConfig) -> int | None:
     text = config.get_text_config()
     limits = [
         rope["original_max_position_embeddings"] if kind == "longrope" else text.max_position_embeddings
-        for rope in _ropes(text)
+        for rope in ropes(text)
         if (kind := rope.get("rope_type", "default")) == "longrope" or "dynamic" in kind
     ]
     return min(limits, default=None)
@@ -334,14 +333,14 @@ def distances(config: PretrainedConfig) -> tuple[int, ...]:
     """Tokens beyond which a token sees or turns something else: windows, chunks, the original length of ropes."""
     text = config.get_text_config()
     sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    sizes += [rope.get("original_max_position_embeddings") for rope in _ropes(text)]
+    sizes += [rope.get("original_max_position_embeddings") for rope in ropes(text)]
     return tuple(sorted({size for size in sizes if isinstance(size, int) and size > 0}))
 
 
 def within_rope_limit(config: PretrainedConfig) -> PretrainedConfig:
     """A config with a plain rope in place of one with a limit: up to that it does the same, by other frequencies."""
     same = deepcopy(config)
-    for rope in _ropes(same.get_text_config()):
+    for rope in ropes(same.get_text_config()):
         if rope.get("rope_type") == "longrope" or "dynamic" in rope.get("rope_type", "default"):
             for name in ("short_factor", "long_factor", "factor", "attention_factor"):
                 rope.pop(name, None)
@@ -349,7 +348,7 @@ def within_rope_limit(config: PretrainedConfig) -> PretrainedConfig:
     return same
 
 
-def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
+def ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
     """The parameters of each rope, of which some architectures have one for each kind of layer."""
     parameters = getattr(text, "rope_parameters", None) or {}
     return [rope for rope in parameters.values() if isinstance(rope, dict)] or [parameters]

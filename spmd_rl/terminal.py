@@ -10,6 +10,13 @@ from typing import Any, TextIO
 KEPT = "\n\t"
 
 
+def escaped(text: str, keep: str = "") -> str:
+    """With every character that a terminal would obey written out, but those of `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class Plain:
     """A text stream whose control characters, but new lines and tabs, are written out; no terminal to whoever asks."""
 
@@ -17,7 +24,7 @@ class Plain:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(written_out(text))
+        self._stream.write(escaped(text, KEPT))
         return len(text)
 
     def isatty(self) -> bool:
@@ -26,13 +33,6 @@ class Plain:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def written_out(text: str) -> str:
-    """Example: "a\\x1b[2Jb" with a real escape becomes the eight characters that are read here."""
-    if text.isprintable():
-        return text
-    return "".join(c if c in KEPT or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def below(text: str) -> str:

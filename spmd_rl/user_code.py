@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
+from spmd_rl.terminal import escaped
+
 MOST_TEXT = 500  # characters of an error in a line
 MOST_FRAMES = 20
 _OURS = str(Path(__file__).parent) + os.sep
@@ -126,11 +128,6 @@ def printable(text: str, most: int = MOST_TEXT) -> str:
     """In one line, cut, with every character that a terminal would obey escaped."""
     short = text if len(text) <= most else f"{text[:most]} … ({len(text)} characters)"
     return escaped(" ".join(short.split()))
-
-
-def escaped(text: str) -> str:
-    """With every character that a terminal would obey written out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown(value: object) -> str:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from spmd_rl.behavior import plain
 from spmd_rl.behavior.samples import Rollouts
+from spmd_rl.model import ropes
 
 LEAK = "a sequence sees the one before it"
 SINKS = ("sinks", "attention_sink_bias")  # parameters that take a share of attention for nothing
@@ -101,9 +102,7 @@ def neutral(config: PretrainedConfig) -> Iterator[tuple[str, PretrainedConfig]]:
 
 def rope_types(config: PretrainedConfig) -> set[str]:
     """Of all kinds of layers."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return {part["rope_type"] for part in parts if "rope_type" in part}
+    return {rope["rope_type"] for rope in ropes(config.get_text_config()) if "rope_type" in rope}
 
 
 def _default_rope(rope: dict[str, Any]) -> dict[str, Any]:

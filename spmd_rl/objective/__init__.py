@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.objective.corrections import Correction
-from spmd_rl.objective.losses import KLS, Limits, Loss, Rows, k1, to_go
+from spmd_rl.objective.losses import KLS, Limits, Loss, Rows, k1, penalized
 
 
 def token_mean(num_tokens: int, longest: int) -> tuple[float, float]:
@@ -117,12 +117,9 @@ class Objective:
 
 
 def _penalized(rows: Rows, reference: Tensor, coefficient: float) -> Rows:
-    """The KL as part of the reward: token t loses β · Σ k1 over it and the tokens after it (Ouyang et al. 2022).
-
-    A reward is the same in all optimizer steps of a batch: it is the proximal policy's distance.
-    """
-    penalty = to_go(k1(rows.proximal.detach(), reference), rows.sequence)
-    return replace(rows, advantages=rows.advantages - coefficient * penalty)
+    """A reward is the same in all optimizer steps of a batch: it is the proximal policy's distance that tokens pay."""
+    kl = k1(rows.proximal.detach(), reference)
+    return replace(rows, advantages=penalized(rows.advantages, kl, rows.sequence, coefficient))
 
 
 def _where(chosen: Tensor, values: Tensor) -> Tensor:

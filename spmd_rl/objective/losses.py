@@ -170,6 +170,19 @@ def to_go(values: Tensor, sequence: Tensor) -> Tensor:
     return sequence_sum(values, sequence) - (before - start)
 
 
+def penalized(
+    advantages: Tensor,  # [N]
+    kl: Tensor,  # [N] log policy - log reference
+    sequence: Tensor,  # [N] ints
+    coefficient: float,  # β
+) -> Tensor:  # [N]
+    """The KL as part of the reward: A - β · Σ kl over the token and the later ones of its sequence.
+
+    Ouyang et al. 2022, arXiv:2203.02155; Hu et al. 2025, arXiv:2501.03262.
+    """
+    return advantages - coefficient * to_go(kl, sequence)
+
+
 def _clip(rows: Rows, anchor: Tensor, limits: Limits, ratio: Tensor | None = None) -> TokenLosses:
     """-min(ratio · A, clip(ratio) · A), where A < 0 at most clip_dual · |A| (Ye et al. 2020, arXiv:1912.09729)."""
     ratio = ratio_of(rows.current, anchor) if ratio is None else ratio

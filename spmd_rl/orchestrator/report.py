@@ -21,8 +21,8 @@ from spmd_rl.orchestrator.engine_figures import EngineFigures
 from spmd_rl.orchestrator.eval_sink import EvalReport
 from spmd_rl.orchestrator.probe import MUCH_KL, together
 from spmd_rl.orchestrator.verdict import Knobs, Signals, diagnose
+from spmd_rl.terminal import escaped
 from spmd_rl.types import Batch, Finish, Rollout
-from spmd_rl.user_code import escaped
 
 RECENT = 6  # ends of steps that the time left is judged by
 ENDS = 5  # batches at either end of the run that reward_first and reward_last are the means of

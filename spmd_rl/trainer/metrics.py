@@ -99,8 +99,8 @@ class Totals:
         largest = {**result.maxima, "mismatch_max": torch.where(compared, difference, 0.0).max()}
         maxima = torch.stack([largest[name].double() for name in MAXIMA])
         self.maxima = torch.maximum(self.maxima, maxima)
-        self.bins += _counted(result.importance, len(self.bins))
-        self.mismatch_bins += _counted(difference[compared], len(self.bins))
+        _count(self.bins, result.importance, torch.ones_like(compared))
+        _count(self.mismatch_bins, difference, compared)
 
     def add_load(self, load: Tensor) -> None:  # [layers, E] float64
         """Tokens of one micro-batch that went to each expert."""
@@ -135,10 +135,11 @@ def _of_load(load: Tensor) -> dict[str, float]:  # [layers, E]
     return {"expert_load_max": float((load / mean).max()), "expert_dead_share": float((load == 0).double().mean())}
 
 
-def _counted(values: Tensor, num: int) -> Tensor:  # [N] to [num] float64
-    """How many lie in each bin of a histogram over logarithms; 0 and NaN are in the first."""
-    places = ((values.log() + LOG_RATIO_BOUND) / _BIN).round().nan_to_num(nan=0.0, posinf=num, neginf=0.0).long()
-    return torch.bincount(places.clamp(0, num - 1), minlength=num).double()
+def _count(bins: Tensor, values: Tensor, chosen: Tensor) -> None:  # [bins] float64, [N], [N] bool
+    """Add the chosen values to a histogram over logarithms; 0 and NaN are in the first bin.  Nobody waits for it."""
+    last = len(bins) - 1
+    places = ((values.log() + LOG_RATIO_BOUND) / _BIN).round().nan_to_num(nan=0.0, posinf=last, neginf=0.0).long()
+    bins.index_add_(0, places.clamp(0, last), chosen.to(bins.dtype))
 
 
 def _percentile(bins: Tensor, percent: int) -> float:

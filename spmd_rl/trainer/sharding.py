@@ -175,9 +175,7 @@ def shard(
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
-    kept = set() if compute_dtype == master else _kept(policy.model, compute_dtype)
-    if kept:
-        check_dtype(policy.model, compute_dtype)
+    kept = _kept_in_whole_modules(policy.model, compute_dtype)
     for module in list(policy.modules()):
         if kept.isdisjoint(module.parameters(recurse=False)):
             continue
@@ -190,15 +188,22 @@ def shard(
 
 def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """ValueError for a model of which a module has parameters of two types where it is computed in `dtype`."""
+    _kept_in_whole_modules(model, dtype)
+
+
+def _kept_in_whole_modules(model: nn.Module, dtype: torch.dtype) -> set[nn.Parameter]:
     kept = _kept(model, dtype)
     for name, module in model.named_modules():
         own = set(module.parameters(recurse=False))
         if own & kept and own - kept:
             raise ValueError(f"model.dtype: only a part of {name} may be computed in {dtype}: use float32")
+    return kept
 
 
 def _kept(model: nn.Module, dtype: torch.dtype) -> set[nn.Parameter]:
-    """Parameters that a model of `dtype` has in another type."""
+    """Parameters that a model of `dtype` has in another type; none where it is of that type already."""
+    if all(p.dtype == dtype for p in model.parameters()):
+        return set()
     types = weight_dtypes(model, dtype)
     return {p for name, p in model.named_parameters() if types.get(name, dtype) != dtype}
 

@@ -1,6 +1,6 @@
-"""Advantages of tokens where one for each rollout is not enough: what the KL takes off, and the scale of all of them.
+"""Advantages of tokens, where one for each rollout is not enough, to one scale.
 
-Given tensors of the loss tokens of micro-batches.  Knows nothing of models, values or how the KL was computed.
+Given tensors of the loss tokens of micro-batches.  Knows nothing of models or of what the advantages are made of.
 """
 
 from __future__ import annotations
@@ -8,18 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.objective.losses import to_go
 from spmd_rl.trainer.ranks import TrainerRanks
-
-
-def penalized(
-    advantages: Tensor,  # [N]
-    kl: Tensor,  # [N] log policy - log reference
-    sequence: Tensor,  # [N] ints
-    coefficient: float,  # β
-) -> Tensor:  # [N]
-    """A - β · Σ kl over the token and the later ones of its sequence (Hu et al. 2025, arXiv:2501.03262)."""
-    return advantages - coefficient * to_go(kl, sequence)
 
 
 def standardize(advantages: list[Tensor | None], ranks: TrainerRanks) -> list[Tensor | None]:

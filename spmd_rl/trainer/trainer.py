@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from spmd_rl.objective import Objective, Sums
-from spmd_rl.objective.losses import Rows, k1
+from spmd_rl.objective.losses import Rows, k1, penalized
 from spmd_rl.routes import choices, sorted_choices
 from spmd_rl.stored_names import StoredNames
 from spmd_rl.trainer.critic import Credit, Credited, credit, value_losses
@@ -35,7 +35,7 @@ from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import adamw, local, square_sum, warmed_up
 from spmd_rl.trainer.proximal import loglinear
 from spmd_rl.trainer.ranks import TrainerRanks
-from spmd_rl.trainer.token_advantages import penalized, standardize
+from spmd_rl.trainer.token_advantages import standardize
 from spmd_rl.types import GuardError
 
 
@@ -336,7 +336,8 @@ class Trainer:
             total = total + spread.weight * auxiliary_loss(spread.total, part)
         total.backward()
         if totals is not None:
-            totals.add_load(self.routing.load(routed, self._num_here(micro)))
+            if self.routing.experts:
+                totals.add_load(self.routing.load(routed, self._num_here(micro)))
             # proximal log-probs that are interpolated are those of the version before the first step alone
             known = progress == 0 or (start.proximal is not None and progress * self.num_epochs < 1 - 1e-9)
             compared = (self._tensor(micro.versions) == n) & known

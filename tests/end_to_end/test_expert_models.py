@@ -10,22 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PretrainedConfig, Qwen3MoeConfig
 
 from spmd_rl import cli
-from spmd_rl.tiny_model import MAX_LEN, SPECIAL, VOCAB, write_tokenizer
+from spmd_rl.tiny_model import write_tokenizer
 from tests.end_to_end.jobs import Job, run
+from tests.end_to_end.shape import SMALL
 
-SHAPE = dict(
-    vocab_size=len(VOCAB),
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_experts_per_tok=2,
-    max_position_embeddings=MAX_LEN,
-    tie_word_embeddings=True,
-    dtype="float32",
-    **{f"{name}_token_id": i for i, name in enumerate(SPECIAL)},
-)
+SHAPE = SMALL | dict(intermediate_size=64, num_experts_per_tok=2, tie_word_embeddings=True, dtype="float32")
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=8, moe_intermediate_size=32),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),

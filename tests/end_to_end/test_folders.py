@@ -9,23 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from spmd_rl.tiny_model import MAX_LEN, SPECIAL, VOCAB, write_tokenizer
+from spmd_rl.tiny_model import write_tokenizer
 from tests.end_to_end.jobs import Job, run
+from tests.end_to_end.shape import SMALL
 
 pytestmark = pytest.mark.full
 
-SHAPE = dict(
-    vocab_size=len(VOCAB),
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=MAX_LEN,
-    initializer_range=0.1,
-    **{f"{name}_token_id": i for i, name in enumerate(SPECIAL)},
-)
+SHAPE = SMALL | dict(intermediate_size=96, head_dim=16, initializer_range=0.1)
 EXPERTS = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_group=2, topk_group=1)
 VISION = dict(
     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14

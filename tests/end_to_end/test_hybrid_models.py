@@ -8,21 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
 
-from spmd_rl.tiny_model import MAX_LEN, SPECIAL, VOCAB, write_model, write_tokenizer
+from spmd_rl.tiny_model import write_model, write_tokenizer
 from tests.end_to_end.jobs import run
+from tests.end_to_end.shape import SMALL
 
-SHAPE = dict(
-    vocab_size=len(VOCAB),
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=MAX_LEN,
-    tie_word_embeddings=True,
-    dtype="float32",
-    **{f"{name}_token_id": i for i, name in enumerate(SPECIAL)},
-)
+SHAPE = SMALL | dict(intermediate_size=128, tie_word_embeddings=True, dtype="float32")
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3_5": Qwen3_5TextConfig(
         **SHAPE,

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.objective.losses import penalized
 from spmd_rl.trainer.critic import Credit, Credited, credit, first_of_turn, value_losses
 from spmd_rl.trainer.ranks import TrainerRanks
-from spmd_rl.trainer.token_advantages import penalized, standardize
+from spmd_rl.trainer.token_advantages import standardize
 
 CPU = torch.device("cpu")
 

@@ -65,6 +65,7 @@ ALLOWED = {
     ("world", "topology"),
     ("sandbox", "confinement"),
     ("run_dir", "folders"),
+    ("user_code", "terminal"),
     ("config", "topology"),
     ("smollm2", "gguf"),
     ("disk", "model_files"),

@@ -1,7 +1,6 @@
 """Multimodal folders: the text part is trained, and the rest is exported to the bit, so that the whole loads again."""
 
 import json
-import queue
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,10 +22,9 @@ from spmd_rl.trainer.export import export, export_adapter
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.types import Sampling
-from spmd_rl.weights.disk import DiskReceiver, DiskSender
 from spmd_rl.weights.layout import weights_of
 from spmd_rl.weights.low_rank import Lora
-from spmd_rl.weights.wire import Received, SendReport
+from tests.disk_versions import by_disk
 from tests.unit.families import SHAPE, expected_logprobs, prompt_of
 
 CPU = torch.device("cpu")
@@ -143,39 +141,16 @@ def test_what_is_exported_loads_again_with_the_rest_to_the_bit(
 
 def test_versions_by_disk_reach_engines_without_the_rest(folder: Path, tmp_path: Path) -> None:
     models = Models(policy=build(folder, device=CPU, dtype=torch.float32, weights=True), mesh=None, device=CPU)
-    arrived: queue.Queue[Received | Exception] = queue.Queue()
-    reports: list[SendReport] = []
-    names, dtypes = StoredNames(folder), models.dtypes(torch.bfloat16)
-    sender = DiskSender(
-        weights=tmp_path,
-        export=lambda to: export(
-            models.named_parameters(), ALONE, folder=to, source=folder, names=names, dtypes=dtypes
-        ),
-        kept=2,
-        reports=True,
-        sent=reports.append,
-    )
-    receiver = DiskReceiver(
-        weights=tmp_path,
-        loaded=StoredNames(folder, torch.bfloat16).loaded,
-        device=CPU,
-        deliver=lambda version, fetch: arrived.put(fetch()),
-        failed=arrived.put,
-        sender=0,
-        rank=0,
-    )
-    receiver.start()
-    for version in range(2):
-        sender.publish(version)
-        receiver.take(version, reports[version].checksums)
-        got = arrived.get(timeout=20)
-        assert not isinstance(got, Exception), got
-        assert {name: t.dtype for name, t in got.tensors.items()} == {n: dtypes[n] for n in weights_of(models.model)}
-        for name, tensor in weights_of(models.model).items():
-            assert torch.equal(got.tensors[name], tensor.detach().to(dtypes[name])), name
-        with torch.no_grad():
-            next(models.model.parameters()).add_(1.0)
-    receiver.join()
+    dtypes = models.dtypes(torch.bfloat16)
+    with by_disk(tmp_path, folder, models.named_parameters(), dtypes) as versions:
+        for version in range(2):
+            versions.publish(version)
+            got = versions.take(version).tensors
+            assert {name: t.dtype for name, t in got.items()} == {n: dtypes[n] for n in weights_of(models.model)}
+            for name, tensor in weights_of(models.model).items():
+                assert torch.equal(got[name], tensor.detach().to(dtypes[name])), name
+            with torch.no_grad():
+                next(models.model.parameters()).add_(1.0)
 
 
 def test_an_adapter_names_the_layers_of_the_text_part(folder: Path, tmp_path: Path) -> None:

@@ -50,18 +50,9 @@ def rollouts(seed: int = 0) -> list[list[Segment]]:
     return made
 
 
-def ours(data: list[list[Segment]], choice: Choice) -> Tensor:
-    """The same by the package: all segments in one micro-batch."""
-    segments = [s for segments in data for s in segments]
-    sizes = [sum(len(s.current) for s in segments) for segments in data for _ in segments]
-    aggregation = partial(AGGREGATIONS[choice.aggregation], longest=choice.longest)
-    weights = [aggregation(size) for size, s in zip(sizes, segments, strict=True) for _ in s.current]
-    scale, share = (torch.tensor(column, dtype=torch.float64) for column in zip(*weights, strict=True))
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(s, name) for s in segments])
-
-    result = Objective(
+def objective_of(choice: Choice) -> Objective:
+    """The package's."""
+    return Objective(
         loss=LOSSES[choice.loss],
         limits=Limits(clip_low=choice.clip_low, clip_high=choice.clip_high, clip_dual=choice.clip_dual),
         correction=Correction(
@@ -76,7 +67,21 @@ def ours(data: list[list[Segment]], choice: Choice) -> Tensor:
         kl=choice.kl,
         kl_coefficient=choice.beta,
         kl_in=choice.kl_in,
-    )(
+    )
+
+
+def ours(data: list[list[Segment]], choice: Choice) -> Tensor:
+    """The same by the package: all segments in one micro-batch."""
+    segments = [s for segments in data for s in segments]
+    sizes = [sum(len(s.current) for s in segments) for segments in data for _ in segments]
+    aggregation = partial(AGGREGATIONS[choice.aggregation], longest=choice.longest)
+    weights = [aggregation(size) for size, s in zip(sizes, segments, strict=True) for _ in s.current]
+    scale, share = (torch.tensor(column, dtype=torch.float64) for column in zip(*weights, strict=True))
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(s, name) for s in segments])
+
+    result = objective_of(choice)(
         Rows(
             current=joined("current"),
             proximal=joined("proximal"),

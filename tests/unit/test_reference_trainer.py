@@ -17,14 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from spmd_rl import packing, tiny_model
 from spmd_rl.model import build
-from spmd_rl.objective import AGGREGATIONS, Objective
-from spmd_rl.objective.corrections import Correction
-from spmd_rl.objective.losses import LOSSES, Limits
+from spmd_rl.objective import AGGREGATIONS
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.types import Rollout
 from tests import reference
 from tests.reference import Choice, Segment
+from tests.unit.test_reference import objective_of
 
 CPU = torch.device("cpu")
 TEMPERATURE, RATE, BETAS = 1.3, 1e-3, (0.9, 0.95)
@@ -170,26 +169,10 @@ def ours(folder: Path, choice: Choice, **settings: object) -> Trainer:
         return build(folder, device=CPU, dtype=torch.float64, weights=True)
 
     needs_reference = bool(choice.beta or settings.get("penalty"))
-    objective = Objective(
-        loss=LOSSES[choice.loss],
-        limits=Limits(clip_low=choice.clip_low, clip_high=choice.clip_high, clip_dual=choice.clip_dual),
-        correction=Correction(
-            kind=choice.correction,
-            level=choice.level,
-            low=choice.low,
-            high=choice.high,
-            reject=choice.reject,
-            reject_above=choice.reject_above,
-        ),
-        entropy_coefficient=choice.entropy,
-        kl=choice.kl,
-        kl_coefficient=choice.beta,
-        kl_in=choice.kl_in,
-    )
     return Trainer(
         models=Models(policy=moved(load()), reference=load() if needs_reference else None, mesh=None, device=CPU),
         group=None,
-        objective=objective,
+        objective=objective_of(choice),
         aggregation=partial(AGGREGATIONS[choice.aggregation], longest=choice.longest),
         learning_rate=RATE,
         betas=BETAS,

@@ -1,7 +1,6 @@
 """What is exported has the names of the folder that it came from, experts one by one where they lie so there."""
 
 import json
-import queue
 import shutil
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from spmd_rl.stored_names import StoredNames, original_names
 from spmd_rl.trainer.export import export
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks
-from spmd_rl.weights.disk import FILE, DiskReceiver, DiskSender
-from spmd_rl.weights.wire import Received, SendReport
+from spmd_rl.weights.disk import FILE
+from tests.disk_versions import by_disk
 from tests.unit import moe_models
 from tests.unit.moe_models import SHAPE
 
@@ -127,38 +126,14 @@ def test_folders_of_versions_have_the_names_of_the_source_and_engines_get_those_
     folder = moe_models.save("mixtral", tmp_path / "source", original=original)
     model = build(folder, device=CPU, dtype=torch.float32, weights=True)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    reports: list[SendReport] = []
-    arrived: queue.Queue[Received | Exception] = queue.Queue()
-    names, ranks = StoredNames(folder), TrainerRanks(group=None, device=CPU)
-    dtypes = dict.fromkeys(parameters, torch.bfloat16)
-    sender = DiskSender(
-        weights=tmp_path,
-        export=lambda to: export(parameters, ranks, folder=to, source=folder, names=names, dtypes=dtypes),
-        kept=2,
-        reports=True,
-        sent=reports.append,
-    )
-    receiver = DiskReceiver(
-        weights=tmp_path,
-        loaded=StoredNames(folder, torch.bfloat16).loaded,
-        device=CPU,
-        deliver=lambda version, fetch: arrived.put(fetch()),
-        failed=arrived.put,
-        sender=0,
-        rank=0,
-    )
-    receiver.start()
-    sender.publish(0)
-    assert load_file(tmp_path / "step_0" / FILE).keys() == stored_tensors(folder).keys()
-    receiver.take(0, reports[0].checksums)
-    received = arrived.get(timeout=20)
-    assert equal(dict(received.tensors), {n: t.to(torch.bfloat16) for n, t in parameters.items()})
-    next(p for p in parameters.values() if p.ndim == 3)[1, 2, 3] += 3
-    sender.publish(1)
-    receiver.take(1, reports[1].checksums)
-    assert arrived.get(timeout=20).version == 1
-    receiver.join()
-    assert reports[1].update_norm == pytest.approx(3, rel=1e-2)  # in bfloat16
+    with by_disk(tmp_path, folder, parameters, dict.fromkeys(parameters, torch.bfloat16)) as versions:
+        versions.publish(0)
+        assert load_file(tmp_path / "step_0" / FILE).keys() == stored_tensors(folder).keys()
+        assert equal(dict(versions.take(0).tensors), {n: t.to(torch.bfloat16) for n, t in parameters.items()})
+        next(p for p in parameters.values() if p.ndim == 3)[1, 2, 3] += 3
+        versions.publish(1)
+        assert versions.take(1).version == 1
+    assert versions.reports[1].update_norm == pytest.approx(3, rel=1e-2)  # in bfloat16
 
 
 @pytest.mark.long
