@@ -29,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.model import build
+from spmd_rl.model.causal_lm import build
 from spmd_rl.types import Sampling
 
 SHAPES = {  # vocabulary, width, feed-forward width, layers, heads, key heads; decode steps per measurement

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import build, head, head_dtype, hidden_states
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.causal_lm import build, head, head_dtype, hidden_states
+from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.tokenizer import Tokenizer
 
 
 def main() -> None:

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.trainer import CPU, alone, batch, make_model, peak_mb
-from spmd_rl import checkpoint
-from spmd_rl.model import build
-from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.distributed.world import World
+from spmd_rl.model.causal_lm import build
 from spmd_rl.objective.losses import LOSSES
+from spmd_rl.objective.objective import AGGREGATIONS, Objective
+from spmd_rl.storage import checkpoint
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.weights.adapter import AdapterReceiver, AdapterSender
@@ -34,7 +35,6 @@ from spmd_rl.weights.layout import TensorSpec
 from spmd_rl.weights.low_rank import Lora, merged
 from spmd_rl.weights.receiver import WeightReceiver
 from spmd_rl.weights.sender import WeightSender
-from spmd_rl.world import World
 from tests.ranks import run_worlds
 
 LORA = Lora(rank=16, alpha=32.0, targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))

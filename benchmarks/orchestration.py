@@ -24,14 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_rl.bounds import age_bound
-from spmd_rl.ledger import Ledger
+from spmd_rl.config.age_bound import age_bound
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.gate import Gate
+from spmd_rl.orchestrator.ledger import Ledger
 from spmd_rl.orchestrator.order import make_order
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.train_path import TrainPath
 from spmd_rl.orchestrator.train_sink import TrainSink
-from spmd_rl.policy import Policy
 from spmd_rl.types import GroupWork, Rollout, Task
 
 TOKENS = np.zeros(1, np.int32), np.ones(1, np.bool_), np.zeros(1, np.float32)
@@ -174,9 +174,9 @@ def an_engine_at_work() -> Iterator[None]:
     """A native engine with the tiny model that decodes 64 sequences for ever, in a thread of this process."""
     import torch
 
-    from spmd_rl import tiny_model
+    from spmd_rl.demo import tiny_model
     from spmd_rl.engine.native import NativeEngine
-    from spmd_rl.model import build
+    from spmd_rl.model.causal_lm import build
     from spmd_rl.types import Sampling
 
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):

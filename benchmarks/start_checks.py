@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from spmd_rl import config, fingerprint
-from spmd_rl.model_files import INDEX
-from spmd_rl.rank_facts import compare_files
+from spmd_rl import config
+from spmd_rl.files import fingerprint
+from spmd_rl.files.model_files import INDEX
+from spmd_rl.ranks.rank_facts import compare_files
 
 SHARD = 2**31  # bytes
 ROWS, WIDTH = 14336, 4096  # of a matrix: those of an 8B model

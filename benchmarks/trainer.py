@@ -43,11 +43,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import build
-from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.model.causal_lm import build
+from spmd_rl.model.logprobs import token_logprobs
 from spmd_rl.objective.losses import LOSSES
-from spmd_rl.packing import Packed, pack
+from spmd_rl.objective.objective import AGGREGATIONS, Objective
+from spmd_rl.packing.packing import Packed, pack
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.types import Rollout

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmd_rl import packing
-from spmd_rl.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.distributed.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.distributed.world import World
+from spmd_rl.packing import packing
 from spmd_rl.types import Rollout
-from spmd_rl.world import World
 from tests.ranks import run_worlds
 
 LIMIT_S = 300.0

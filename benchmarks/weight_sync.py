@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.decode import SHAPES, config_of
+from spmd_rl.distributed.world import World
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.types import Sampling
 from spmd_rl.weights import wire
@@ -43,7 +44,6 @@ from spmd_rl.weights.layout import BUCKET_BYTES, TensorSpec, manifest, shard_lay
 from spmd_rl.weights.receiver import WeightReceiver
 from spmd_rl.weights.sender import WeightSender
 from spmd_rl.weights.wire import Received
-from spmd_rl.world import World
 from tests.ranks import run_worlds
 
 LIMIT_S = 600.0

@@ -3,7 +3,7 @@
 import sys
 
 from spmd_rl.cli import main
-from spmd_rl.terminal import Plain
+from spmd_rl.diagnostics.terminal import Plain
 
 if __name__ == "__main__":
     sys.stdout, sys.stderr = Plain(sys.stdout), Plain(sys.stderr)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd_rl import config as config_module
-from spmd_rl import disk
-from spmd_rl.topology import check_world_size
+from spmd_rl.config.topology import check_world_size
+from spmd_rl.files import disk_space
 
 READ_S = 1.0  # in which the ranks of a node have read the config
 USAGE = """\
@@ -87,7 +87,7 @@ def _read(prog: str, argv: Sequence[str]) -> tuple[config_module.Config, str]:
 
 def _train(argv: Sequence[str]) -> int:
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:  # of several nodes one may have another config, or none
-        from spmd_rl.train import train
+        from spmd_rl.ranks.program import train
 
         try:
             return train(*_read("spmd_rl", argv))
@@ -96,7 +96,7 @@ def _train(argv: Sequence[str]) -> int:
     config, name = _read("spmd_rl", argv)
     check_world_size(os.environ, config.split)
 
-    from spmd_rl.train import train  # from here on torch is imported
+    from spmd_rl.ranks.program import train  # from here on torch is imported
 
     return train(config, name)
 
@@ -106,20 +106,22 @@ def _check(argv: Sequence[str]) -> int:
     print(config_module.dump(config))
     for line in config_module.limits(config):
         print(line)
-    if needed := disk.needed_bytes(Path(config.model.path), **config.on_disk):
+    if needed := disk_space.needed_bytes(Path(config.model.path), **config.on_disk):
         print(f"disk: {needed / 1e9:.2f} GB for checkpoints, trained model and weights/, batches and metrics apart")
     for line in config_module.warnings(config):
         print(f"warning: {line}")
     config_module.check_model_folder(config)
     if Path(config.model.path).is_dir():
-        from spmd_rl.make_trainer import check_model  # imports torch, which a config without a model does not need
+        from spmd_rl.ranks.build_trainer import (
+            check_model,  # imports torch, which a config without a model does not need
+        )
 
         print(f"model: {check_model(config).line}")
     return 0
 
 
 def _simulate(argv: Sequence[str]) -> int:
-    from spmd_rl.simulate import main as simulate
+    from spmd_rl.commands.simulate import main as simulate
 
     return simulate(argv)
 
@@ -131,7 +133,7 @@ def _eval(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     config, _ = _read("spmd_rl eval", [*rest, *([f"model.path={options.model}"] if options.model else [])])
 
-    from spmd_rl.evaluate import evaluate
+    from spmd_rl.commands.evaluate import evaluate
 
     return evaluate(config, options.out)
 
@@ -146,7 +148,7 @@ def _export(argv: Sequence[str]) -> int:
     form.add_argument("--adapter", action="store_true")
     options = parser.parse_intermixed_args(argv)
 
-    from spmd_rl.export import export
+    from spmd_rl.commands.export import export
 
     return export(options.run, options.folder, options.step, options.dtype, adapter=options.adapter)
 
@@ -157,7 +159,7 @@ def _replay(argv: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, required=True)
     options = parser.parse_args(argv)
 
-    from spmd_rl.replay import replay
+    from spmd_rl.commands.replay import replay
 
     return replay(options.run_dir, options.step)
 

@@ -1,5 +1,5 @@
 """Virtual time for tests: nothing sleeps."""
 
-from spmd_rl.virtual_time import VirtualLoop, run_virtual
+from spmd_rl.commands.simulate.virtual_time import VirtualLoop, run_virtual
 
 __all__ = ["VirtualLoop", "run_virtual"]

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, settings
 
 from spmd_rl.envs.code import Code
 from spmd_rl.envs.python_tool import PythonTool
-from spmd_rl.sandbox import Sandbox, not_isolated_because
+from spmd_rl.processes.sandbox import Sandbox, not_isolated_because
 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")

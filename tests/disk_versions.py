@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spmd_rl.stored_names import StoredNames
-from spmd_rl.trainer.export import export
+from spmd_rl.model.stored_names import StoredNames
+from spmd_rl.trainer.hf_folder import export
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.weights.disk import DiskReceiver, DiskSender
 from spmd_rl.weights.wire import Received, SendReport

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from spmd_rl.orchestrator.verdict import Knobs
-from spmd_rl.policy import Policy
+from spmd_rl.metrics.bottleneck import Knobs
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.types import Group, GroupWork, Rollout, Task
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from spmd_rl import packing
 from spmd_rl.engine.protocol import Engine
-from spmd_rl.engine_thread import EngineThread
-from spmd_rl.orchestrator.probe import Limits, Sampled, Scored, behind, compare, ends_of
-from spmd_rl.probe_sampler import BEFORE_SWAP, ProbeSampler
+from spmd_rl.engine.thread import EngineThread
+from spmd_rl.metrics.probe import Limits, Sampled, Scored, behind, compare, ends_of
+from spmd_rl.packing import packing
+from spmd_rl.ranks.probe_sampler import BEFORE_SWAP, ProbeSampler
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.types import Sampling
 

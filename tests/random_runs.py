@@ -23,17 +23,17 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from spmd_rl.advantages import ADVANTAGES
-from spmd_rl.bounds import age_bound, batches_ahead
-from spmd_rl.ledger import Ledger
+from spmd_rl.config.age_bound import age_bound, batches_ahead
+from spmd_rl.objective.advantages import ADVANTAGES
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
+from spmd_rl.orchestrator.ledger import Ledger
 from spmd_rl.orchestrator.order import make_order
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.ship_hold import ShipHold
 from spmd_rl.orchestrator.state import from_json, to_json
 from spmd_rl.orchestrator.train_path import PathState, TrainPath
 from spmd_rl.orchestrator.train_sink import TrainSink
-from spmd_rl.policy import Policy
 from spmd_rl.types import Batch, GroupWork, Rollout
 from tests import fakes
 from tests.clock import run_virtual

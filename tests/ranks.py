@@ -84,7 +84,7 @@ def _with_group(fn: Callable[..., Any], rank: int, args: tuple, topology: dict) 
 
 
 def _with_world(fn: Callable[..., Any], rank: int, args: tuple, topology: dict) -> Any:
-    from spmd_rl.world import join, meet
+    from spmd_rl.distributed.world import join, meet
 
     return fn(join(meet(), **topology), *args)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.types import Completion
 
 CHATML = """{%- for message in messages %}

@@ -26,8 +26,8 @@ from spmd_rl.behavior import Ways, examine, ranks
 from spmd_rl.behavior.check import LIMIT, LONGEST, Case, quiet
 from spmd_rl.behavior.shrink import shrunk
 from spmd_rl.config import settings
-from spmd_rl.model import packs
-from spmd_rl.text_part import text_config
+from spmd_rl.model.causal_lm import packs
+from spmd_rl.model.text_part import text_config
 
 FILE = Path(__file__).parents[1] / "docs" / "models.json"
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

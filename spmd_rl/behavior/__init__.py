@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd_rl.behavior.cache import remembered
 from spmd_rl.behavior.check import Verdict, Ways, examine
 from spmd_rl.config import Config
-from spmd_rl.model import load_config, within_rope_limit
+from spmd_rl.model.causal_lm import load_config, within_rope_limit
 
 __all__ = ["Verdict", "Ways", "examine", "model_verdict", "ways_of"]
 

@@ -26,8 +26,8 @@ from transformers.utils import logging as transformers_logging
 from spmd_rl.behavior import compare, faults, plain, ranks
 from spmd_rl.behavior.samples import Rollouts, randomize, rollouts
 from spmd_rl.behavior.shrink import decoder_layers, shrunk, unseen
-from spmd_rl.model import hidden_states, load_config, packs
-from spmd_rl.text_part import text_config
+from spmd_rl.model.causal_lm import hidden_states, load_config, packs
+from spmd_rl.model.text_part import text_config
 from spmd_rl.trainer.models import Models
 
 LIMIT = 1e-3  # nats, or of a gradient's norm

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spmd_rl.attention import Segments, token_positions
 from spmd_rl.behavior import plain
 from spmd_rl.behavior.samples import Rollouts, tokens
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import build, head, run_body
-from spmd_rl.trainer.export import export
+from spmd_rl.model.attention import Segments, token_positions
+from spmd_rl.model.causal_lm import build, head, run_body
+from spmd_rl.model.logprobs import token_logprobs
 from spmd_rl.trainer.flops import Flops
+from spmd_rl.trainer.hf_folder import export
 from spmd_rl.trainer.microbatch import MicroBatch, cut
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from spmd_rl.behavior import plain
 from spmd_rl.behavior.samples import Rollouts
-from spmd_rl.model import ropes
+from spmd_rl.model.causal_lm import ropes
 
 LEAK = "a sequence sees the one before it"
 SINKS = ("sinks", "attention_sink_bias")  # parameters that take a share of attention for nothing

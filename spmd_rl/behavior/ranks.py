@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from spmd_rl.behavior import compare
 from spmd_rl.behavior.samples import Rollouts
-from spmd_rl.model import build, packs
+from spmd_rl.model.causal_lm import build, packs
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import whole
 

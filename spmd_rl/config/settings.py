@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd_rl import topology
-from spmd_rl.bounds import Bound, age_bound, batches_ahead
+from spmd_rl.config import topology
+from spmd_rl.config.age_bound import Bound, age_bound, batches_ahead
 
 SETTINGS = dataclass(frozen=True, kw_only=True)
 
@@ -82,7 +82,7 @@ class Model:
     """Hugging Face folder (config.json, safetensors, tokenizer)
     [-] everything"""
     make: str = ""
-    """import path of a function that writes the folder when it is missing, such as spmd_rl.tiny_model:make
+    """import path of a function that writes the folder when it is missing, such as spmd_rl.demo.tiny_model:make
     [-] nothing, once the folder is there"""
     dtype: str = "auto"
     """float32 | bfloat16 that trainers and engines compute in; auto: bfloat16 on GPUs, float32 on the CPU. Trained

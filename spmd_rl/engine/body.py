@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.attention import Attend
 from spmd_rl.engine.states import States
-from spmd_rl.logprobs import Head
-from spmd_rl.model import head, run_body, run_rows
+from spmd_rl.model.attention import Attend
+from spmd_rl.model.causal_lm import head, run_body, run_rows
+from spmd_rl.model.logprobs import Head
 from spmd_rl.weights.layout import manifest, weights_of
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from spmd_rl.engine.cache import Cache
-from spmd_rl.model import kv_token_bytes
+from spmd_rl.model.causal_lm import kv_token_bytes
 
 KEPT_PROMPTS = 4096  # tokens of finished prompts that are kept for members of a group that come later
 

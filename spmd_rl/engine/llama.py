@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd_rl.attention import Attend, Rule
 from spmd_rl.engine.matrix import Matrix
-from spmd_rl.logprobs import Head
-from spmd_rl.model import head, kv_shape
+from spmd_rl.model.attention import Attend, Rule
+from spmd_rl.model.causal_lm import head, kv_shape
+from spmd_rl.model.logprobs import Head
 
 ARCHITECTURES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # the table does not depend on the sequence

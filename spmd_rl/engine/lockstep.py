@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spmd_rl.engine.protocol import Engine
-from spmd_rl.engine.weights import DISTURBED
+from spmd_rl.engine.update import DISTURBED
 from spmd_rl.types import JSON, Completion, Sampling
 
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.attention import Segments
 from spmd_rl.engine.body import Body, Modules
 from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab
 from spmd_rl.engine.kv_room import KvRoom
@@ -28,10 +27,11 @@ from spmd_rl.engine.sampling import Uniforms, check_request, sample
 from spmd_rl.engine.states import Joined, States, clamp_time_steps, state_bytes
 from spmd_rl.engine.step_attention import StepAttention
 from spmd_rl.engine.stops import Decode, check_stop, completes_stop
-from spmd_rl.engine.weights import check_update, sampled_before
-from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import packs
-from spmd_rl.routes import NO_CHOICES, choices, expert_layers, sorted_choices
+from spmd_rl.engine.update import check_update, sampled_before
+from spmd_rl.model.attention import Segments
+from spmd_rl.model.causal_lm import packs
+from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.routes import NO_CHOICES, choices, expert_layers, sorted_choices
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import manifest
 

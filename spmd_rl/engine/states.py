@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd_rl.model import cache_keyword
-from spmd_rl.model_parts import body
+from spmd_rl.model.causal_lm import cache_keyword
+from spmd_rl.model.parts import body
 
 KINDS = ("conv", "recurrent")
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.attention import Rule, causal_attention
 from spmd_rl.engine.cache import Prefix, Slab
+from spmd_rl.model.attention import Rule, causal_attention
 
 
 class _Rows:

@@ -32,9 +32,9 @@ from transformers import PretrainedConfig
 from spmd_rl.engine.default_group import as_default_group
 from spmd_rl.engine.sampling import check_request
 from spmd_rl.engine.stops import Decode, check_stop, completes_stop
-from spmd_rl.engine.weights import check_update, sampled_before
-from spmd_rl.model import kv_token_bytes
-from spmd_rl.routes import NO_CHOICES
+from spmd_rl.engine.update import check_update, sampled_before
+from spmd_rl.model.causal_lm import kv_token_bytes
+from spmd_rl.model.routes import NO_CHOICES
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import TensorSpec
 

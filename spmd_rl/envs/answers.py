@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from spmd_rl.diagnostics.user_code import shown
 from spmd_rl.envs.prompts import json_in, text_of
-from spmd_rl.rewards import after, number_of
-from spmd_rl.user_code import shown
+from spmd_rl.rewards.text import after, number_of
 
 
 def answers_of(value: object, mark: str) -> list[str]:

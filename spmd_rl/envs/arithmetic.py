@@ -10,10 +10,10 @@ import operator
 import random
 from collections.abc import Iterator, Mapping
 
-from spmd_rl.envs import drawn
+from spmd_rl.envs.environment import drawn
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.rewards import last_number_equals
-from spmd_rl.tokenizer import Messages, Tokenizer
+from spmd_rl.model.tokenizer import Messages, Tokenizer
+from spmd_rl.rewards.text import last_number_equals
 from spmd_rl.types import Task
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

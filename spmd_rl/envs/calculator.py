@@ -11,10 +11,10 @@ import random
 from collections.abc import Iterator
 from fractions import Fraction
 
-from spmd_rl.envs import Generate, drawn, judged
 from spmd_rl.envs.chat import Chat, with_tool
-from spmd_rl.rewards import between, last_number_equals
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.envs.environment import Generate, drawn, judged
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rewards.text import between, last_number_equals
 from spmd_rl.types import Rollout, Task
 
 SYSTEM = (

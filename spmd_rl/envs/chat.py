@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from spmd_rl.envs import Generate, take_turn
-from spmd_rl.tokenizer import Messages, Tokenizer
+from spmd_rl.envs.environment import Generate, take_turn
+from spmd_rl.model.tokenizer import Messages, Tokenizer
 from spmd_rl.types import Completion, NotRetried, Rollout, Task
 
 REWRITES = ("segment", "refuse")

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 
-from spmd_rl.envs import Generate
 from spmd_rl.envs.chat import Chat
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.envs.environment import Generate
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.types import Completion, NotRetried, Rollout, Task
 
 T = TypeVar("T")

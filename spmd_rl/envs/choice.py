@@ -9,13 +9,13 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 
-from spmd_rl.data import Dataset, Row
-from spmd_rl.envs import Data
+from spmd_rl.diagnostics.user_code import shown
+from spmd_rl.envs.dataset import Dataset, Row
+from spmd_rl.envs.environment import Data
 from spmd_rl.envs.prompts import Prompt, json_in, text_of
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.rewards import thought_out
-from spmd_rl.tokenizer import Messages, Tokenizer
-from spmd_rl.user_code import shown
+from spmd_rl.model.tokenizer import Messages, Tokenizer
+from spmd_rl.rewards.text import thought_out
 
 _ARC = {"text", "label"}
 _WORD = r"0-9A-Za-z_\u00c0-\u024f"  # beside one of these a letter does not stand alone

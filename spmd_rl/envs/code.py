@@ -9,14 +9,14 @@ import ast
 import warnings
 from collections.abc import Mapping
 
-from spmd_rl.code_reward import code_of, outputs_equal, statements_passed
-from spmd_rl.data import Dataset, Row
-from spmd_rl.envs import Data
+from spmd_rl.diagnostics.user_code import shown
+from spmd_rl.envs.dataset import Dataset, Row
+from spmd_rl.envs.environment import Data
 from spmd_rl.envs.prompts import Prompt, json_in
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.sandbox import Sandbox
-from spmd_rl.tokenizer import Messages, Tokenizer
-from spmd_rl.user_code import shown
+from spmd_rl.model.tokenizer import Messages, Tokenizer
+from spmd_rl.processes.sandbox import Sandbox
+from spmd_rl.rewards.program_tests import code_of, outputs_equal, statements_passed
 
 Tests = list[str] | list[list[str]]
 WANTED = (

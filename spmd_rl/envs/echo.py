@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-from spmd_rl.envs import drawn
+from spmd_rl.envs.environment import drawn
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.rewards import share_of
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rewards.text import share_of
 from spmd_rl.types import Task
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator
 
-from spmd_rl.envs import Generate, judged
 from spmd_rl.envs.chat_server import ChatServer
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.envs.environment import Generate, judged
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.types import Rollout, Task
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from spmd_rl.envs import Generate, drawn, judged
 from spmd_rl.envs.chat import Chat
-from spmd_rl.rewards import numbers
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.envs.environment import Generate, drawn, judged
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rewards.text import numbers
 from spmd_rl.types import Rollout, Task
 
 WEIGHTS = {"found": 0.7, "early": 0.2, "numbers": 0.1}

@@ -2,7 +2,7 @@
 
 The model sees "k:" and must say "?"; the tool then writes "=7;" (outside the loss) and the model must say "7".  The
 digit is nowhere in the prompt, so a pipeline that loses or trains the tool's tokens never learns it.  From a random
-start the reward is too rare: begin with `spmd_rl.tiny_model:make_warm`.
+start the reward is too rare: begin with `spmd_rl.demo.tiny_model:make_warm`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from spmd_rl.envs import Generate, drawn, judged, take_turn
-from spmd_rl.rewards import exact
-from spmd_rl.tokenizer import Messages, Tokenizer
+from spmd_rl.envs.environment import Generate, drawn, judged, take_turn
+from spmd_rl.model.tokenizer import Messages, Tokenizer
+from spmd_rl.rewards.text import exact
 from spmd_rl.types import Rollout, Task
 
 PROMPT: Messages = [{"role": "user", "content": "k:"}]

@@ -13,10 +13,10 @@ import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
-from spmd_rl.data import Row
-from spmd_rl.rewards import fill
-from spmd_rl.tokenizer import Messages
-from spmd_rl.user_code import shown
+from spmd_rl.diagnostics.user_code import shown
+from spmd_rl.envs.dataset import Row
+from spmd_rl.model.tokenizer import Messages
+from spmd_rl.rewards.text import fill
 
 UNSET = (None, "", [], {})  # what a key has that only other rows need
 ROLES = ("system", "user", "assistant", "tool")

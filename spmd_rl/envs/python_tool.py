@@ -1,19 +1,19 @@
 """Questions from a file, with Python to call: the model writes a ```python block, is told its output, then answers.
 
-The code runs in `spmd_rl.sandbox`, which says what that keeps out.
+The code runs in `spmd_rl.processes.sandbox`, which says what that keeps out.
 """
 
 from __future__ import annotations
 
-from spmd_rl.code_reward import code_of
-from spmd_rl.data import Dataset, Row
-from spmd_rl.envs import Generate, judged
 from spmd_rl.envs.answers import answers_of, checked_answer
 from spmd_rl.envs.chat import Chat, with_tool
+from spmd_rl.envs.dataset import Dataset, Row
+from spmd_rl.envs.environment import Generate, judged
 from spmd_rl.envs.prompts import Prompt
-from spmd_rl.rewards import last_number_equals
-from spmd_rl.sandbox import Execution, Sandbox
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.processes.sandbox import Execution, Sandbox
+from spmd_rl.rewards.program_tests import code_of
+from spmd_rl.rewards.text import last_number_equals
 from spmd_rl.types import Rollout, Task
 
 SYSTEM = (

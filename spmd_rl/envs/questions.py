@@ -10,16 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from spmd_rl.data import Dataset, Row
-from spmd_rl.envs import Data
+from spmd_rl.diagnostics.user_code import shown
 from spmd_rl.envs.answers import answers_of, checked_answer
+from spmd_rl.envs.dataset import Dataset, Row
+from spmd_rl.envs.environment import Data
 from spmd_rl.envs.prompts import Prompt
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.math_reward import math_equals
-from spmd_rl.rewards import contains_word, exact, last_number_equals, matches
-from spmd_rl.tokenizer import Messages, Tokenizer
-from spmd_rl.user_code import shown
-from spmd_rl.workers import TimedOut, Workers
+from spmd_rl.model.tokenizer import Messages, Tokenizer
+from spmd_rl.processes.workers import TimedOut, Workers
+from spmd_rl.rewards.math_expression import math_equals
+from spmd_rl.rewards.text import contains_word, exact, last_number_equals, matches
 
 JUDGES = ("number", "exact", "word", "math")
 

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from spmd_rl.envs import Data, of_split
+from spmd_rl.envs.environment import Data, of_split
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.rewards import between, numbers
-from spmd_rl.tokenizer import Messages, Tokenizer
+from spmd_rl.model.tokenizer import Messages, Tokenizer
+from spmd_rl.processes.workers import Workers
+from spmd_rl.rewards.text import between, numbers
 from spmd_rl.types import Task
-from spmd_rl.workers import Workers
 
 if TYPE_CHECKING:
     from reasoning_gym.factory import ProceduralDataset

@@ -20,8 +20,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 
-from spmd_rl.envs import Data, Generate, judged, take_turn
-from spmd_rl.tokenizer import Messages, Tokenizer
+from spmd_rl.envs.environment import Data, Generate, judged, take_turn
+from spmd_rl.model.tokenizer import Messages, Tokenizer
 from spmd_rl.types import Rollout, Task
 
 Reward = float | Mapping[str, float | None]  # one number, or parts by name

@@ -19,12 +19,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from spmd_rl.data import Epochs
-from spmd_rl.envs import Generate, judged, of_split, verifiers_child
+from spmd_rl.envs import verifiers_child
 from spmd_rl.envs.chat_server import ChatServer
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.envs.dataset import Epochs
+from spmd_rl.envs.environment import Generate, judged, of_split
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.processes.workers import Workers
 from spmd_rl.types import Rollout, Task
-from spmd_rl.workers import Workers
 
 
 class Verifiers:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from spmd_rl.guard import die_with_parent
+from spmd_rl.processes.guard import die_with_parent
 
 MODEL = "policy"
 NO_KEY = "SPMD_RL_NO_KEY"  # a variable that is not set: the server asks for no key

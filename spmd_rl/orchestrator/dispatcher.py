@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from spmd_rl.orchestrator.gate import Gate
-from spmd_rl.policy import Policy
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.types import Group, GroupWork, Rollout, Task
 
 GROUPS_PER_TURN = 64  # admitted at most before other work of the event loop gets its turn

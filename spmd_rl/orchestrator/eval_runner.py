@@ -9,7 +9,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from spmd_rl.orchestrator.eval_sink import EvalReport, EvalSink
+from spmd_rl.metrics.eval_report import EvalReport
+from spmd_rl.orchestrator.eval_sink import EvalSink
 from spmd_rl.types import GroupWork, Rollout, Task
 
 

@@ -25,7 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from spmd_rl.policy import Policy
+from spmd_rl.orchestrator.policy import Policy
 
 RECENT = 12  # batches that adaptive admission looks back on
 FORGET = 0.95  # what a batch's times weigh after the next one

@@ -22,10 +22,11 @@ from typing import Protocol
 
 import numpy as np
 
-from spmd_rl import batch_log
-from spmd_rl.advantages import ADVANTAGES, overlong_penalty
 from spmd_rl.config import Config
-from spmd_rl.ledger import Ledger
+from spmd_rl.metrics.interval import MetricsLoop
+from spmd_rl.metrics.probe import Limits, Sampled, Scored, check_mismatch
+from spmd_rl.metrics.report import Report, batch_metrics, eval_texts, eval_values, reward_metrics, trainer_metrics
+from spmd_rl.objective.advantages import ADVANTAGES, overlong_penalty
 from spmd_rl.orchestrator import state as saved_state
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.dispatcher import Dispatcher
@@ -34,29 +35,21 @@ from spmd_rl.orchestrator.eval_runner import EvalRunner
 from spmd_rl.orchestrator.failure_log import FailureLog
 from spmd_rl.orchestrator.failure_rate import FailureRate
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
-from spmd_rl.orchestrator.metrics_loop import MetricsLoop
+from spmd_rl.orchestrator.ledger import Ledger
 from spmd_rl.orchestrator.order import make_order
-from spmd_rl.orchestrator.probe import Limits, Sampled, Scored, check_mismatch
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.prober import Prober
-from spmd_rl.orchestrator.report import (
-    Report,
-    batch_metrics,
-    eval_texts,
-    eval_values,
-    reward_metrics,
-    trainer_metrics,
-)
 from spmd_rl.orchestrator.roll_call import RollCall
 from spmd_rl.orchestrator.ship_hold import ShipHold
+from spmd_rl.orchestrator.task_stream import TaskStream
 from spmd_rl.orchestrator.train_path import TrainPath
 from spmd_rl.orchestrator.train_sink import TrainSink, zero_spread
 from spmd_rl.orchestrator.version_pin import VersionPin
 from spmd_rl.orchestrator.weight_exchange import WeightExchange, assert_moved
 from spmd_rl.orchestrator.weight_watcher import WeightWatcher
-from spmd_rl.packing import Packed
-from spmd_rl.policy import Policy
-from spmd_rl.run_dir import RunDir, write_whole
-from spmd_rl.task_stream import TaskStream
+from spmd_rl.packing.packing import Packed
+from spmd_rl.storage import batch_log
+from spmd_rl.storage.run_dir import RunDir, write_whole
 from spmd_rl.types import Batch, FailedAttempt, GroupWork, GuardError, Rollout, Task
 
 RECORDER = -1  # beside the trainers' ranks: a checkpoint is complete once its step is in the metrics

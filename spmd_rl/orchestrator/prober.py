@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from spmd_rl.orchestrator.probe import Limits, Sampled, Scored, assert_agreed, behind, compare, ends_of, together
+from spmd_rl.metrics.probe import Limits, Sampled, Scored, assert_agreed, behind, compare, ends_of, together
 from spmd_rl.orchestrator.roll_call import RollCall
-from spmd_rl.packing import Packed
+from spmd_rl.packing.packing import Packed
 from spmd_rl.types import Rollout
 
 SHARE = 0.01  # of the time, that probes may hold training up

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spmd_rl.policy import Policy
+from spmd_rl.orchestrator.policy import Policy
 
 
 def may_ship(index: int, *, version: int, max_staleness: int) -> bool:

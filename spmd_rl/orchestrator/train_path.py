@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.gate import Gate
+from spmd_rl.orchestrator.ledger import Ledger
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.train_sink import KEPT, TrainSink
-from spmd_rl.policy import Policy
 from spmd_rl.types import Batch, Group, GroupWork, Rollout
 
 

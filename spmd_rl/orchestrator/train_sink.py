@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_rl.advantages import BatchStage, has_spread
-from spmd_rl.bounds import Bound
+from spmd_rl.config.age_bound import Bound
+from spmd_rl.objective.advantages import BatchStage, has_spread
 from spmd_rl.orchestrator.order import Order
 from spmd_rl.types import NO_VERSION, Batch, Group, GroupWork, GuardError, Rollout
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.roll_call import RollCall
-from spmd_rl.policy import Policy
 
 
 class VersionPin:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from spmd_rl.policy import Policy
+from spmd_rl.orchestrator.policy import Policy
 
 
 class WeightWatcher:

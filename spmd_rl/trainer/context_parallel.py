@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from spmd_rl.attention import Rule, Span, causal_attention, token_positions
-from spmd_rl.model import run_body
+from spmd_rl.model.attention import Rule, Span, causal_attention, token_positions
+from spmd_rl.model.causal_lm import run_body
 
 Piece = tuple[Span, int, int]  # tokens a … b of a span
 

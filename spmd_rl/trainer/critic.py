@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.advantages import gae
+from spmd_rl.objective.advantages import gae
 from spmd_rl.trainer.microbatch import MicroBatch
 
 

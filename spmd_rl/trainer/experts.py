@@ -1,6 +1,6 @@
 """The routers of a model of experts in training: their load, and the loss that spreads tokens over experts.
 
-Given a causal LM of `spmd_rl.model`, sharded or not.  The auxiliary loss is that of Switch Transformer (Fedus et al.
+Given a causal LM of causal_lm.py, sharded or not.  The auxiliary loss is that of Switch Transformer (Fedus et al.
 2021, arXiv:2101.03961, equations 4 to 6) in the form that transformers has it in (`load_balancing_loss_func`): with E
 experts, N rows (tokens of all layers with experts, one after the other), F_e of the k choices of all rows for expert e
 and the probability p_e of each row,
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.model_parts import decoder_layers
-from spmd_rl.routes import choices, expert_layers, num_experts
+from spmd_rl.model.parts import decoder_layers
+from spmd_rl.model.routes import choices, expert_layers, num_experts
 
 
 def num_chosen(layer: nn.Module) -> int:

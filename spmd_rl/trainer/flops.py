@@ -15,9 +15,9 @@ from functools import cache, cached_property
 import torch
 from torch import nn
 
-from spmd_rl.attention import spans
-from spmd_rl.model import head, kv_shape
-from spmd_rl.model_parts import decoder_layers
+from spmd_rl.model.attention import spans
+from spmd_rl.model.causal_lm import head, kv_shape
+from spmd_rl.model.parts import decoder_layers
 from spmd_rl.trainer.experts import num_chosen, num_experts
 from spmd_rl.trainer.microbatch import MicroBatch
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from spmd_rl import tensor_file
 from spmd_rl.config.settings import Lora as Settings
-from spmd_rl.folders import written_aside
-from spmd_rl.routes import expert_layers
+from spmd_rl.files import tensor_file
+from spmd_rl.files.atomic_folder import written_aside
+from spmd_rl.model.routes import expert_layers
 from spmd_rl.weights.low_rank import Lora
 
 DEFAULT = Settings().targets

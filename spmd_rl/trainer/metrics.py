@@ -32,8 +32,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.objective import Sums
 from spmd_rl.objective.losses import LOG_RATIO_BOUND, Rows, k3
+from spmd_rl.objective.objective import Sums
 from spmd_rl.trainer.ranks import TrainerRanks
 
 MEANS = (

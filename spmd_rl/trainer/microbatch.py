@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spmd_rl.packing import by_group, common_prefix
+from spmd_rl.packing.packing import by_group, common_prefix
 
 
 class Share(Protocol):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from spmd_rl.model import weight_dtypes
+from spmd_rl.model.causal_lm import weight_dtypes
 from spmd_rl.trainer.lora import add_lora, lora_layers
 from spmd_rl.trainer.optimizer import local, whole
 from spmd_rl.trainer.sharding import LogProbs, Values, compute_in, recompute_layers, reshard, shard, value_head
@@ -35,7 +35,7 @@ class Models:
     def __init__(
         self,
         *,
-        policy: nn.Module,  # a causal LM of spmd_rl.model, as are the others
+        policy: nn.Module,  # a causal LM of spmd_rl.model.causal_lm, as are the others
         reference: nn.Module | None = None,
         critic: nn.Module | None = None,  # a body of its own for the values
         shared_critic: bool = False,  # values from the policy's body

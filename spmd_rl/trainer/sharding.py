@@ -1,6 +1,6 @@
 """The policy as a module that turns packed tokens into log-probs, sharded by FSDP2.
 
-Given a causal LM of `spmd_rl.model`.  Promises: body and head run inside one forward of the sharded root, so tied
+Given a causal LM of `model/causal_lm.py`.  Promises: body and head run inside one forward of the sharded root, so tied
 embeddings are gathered once and only the rows that are asked for go through the head.  Parameters keep the names
 they have in the model.  Knows nothing of batches, losses or optimizers.
 """
@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.attention import spans, under
-from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import head, hidden_states, weight_dtypes
-from spmd_rl.model_parts import body, decoder_layers
+from spmd_rl.model.attention import spans, under
+from spmd_rl.model.causal_lm import head, hidden_states, weight_dtypes
+from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.parts import body, decoder_layers
 from spmd_rl.trainer.context_parallel import Part, num_dealt, split_hidden_states, together
 
 

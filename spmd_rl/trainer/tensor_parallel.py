@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from spmd_rl.model_parts import decoder_layers
+from spmd_rl.model.parts import decoder_layers
 
 LAYER = {
     "self_attn.q_proj": ColwiseParallel,

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from spmd_rl.objective import Objective, Sums
+from spmd_rl.model.routes import choices, sorted_choices
+from spmd_rl.model.stored_names import StoredNames
 from spmd_rl.objective.losses import Rows, k1, penalized
-from spmd_rl.routes import choices, sorted_choices
-from spmd_rl.stored_names import StoredNames
+from spmd_rl.objective.objective import Objective, Sums
 from spmd_rl.trainer.critic import Credit, Credited, credit, value_losses
 from spmd_rl.trainer.experts import Routing, auxiliary_loss, check_router_loss
-from spmd_rl.trainer.export import export, export_adapter
 from spmd_rl.trainer.flops import Flops, peak_memory_bytes
+from spmd_rl.trainer.hf_folder import export, export_adapter
 from spmd_rl.trainer.metrics import Totals
 from spmd_rl.trainer.microbatch import STAND_IN, Aggregation, MicroBatch, Minibatch, Share, cut
 from spmd_rl.trainer.models import Models

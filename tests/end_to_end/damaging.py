@@ -9,9 +9,9 @@ import asyncio
 import itertools
 from pathlib import Path
 
-from spmd_rl.envs import Generate
+from spmd_rl.envs.environment import Generate
 from spmd_rl.envs.fraction import Fraction
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.types import Rollout, Task
 
 LOOK_S = 0.05

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from itertools import count
 
-from spmd_rl.envs import Data, Generate, judged
 from spmd_rl.envs.chat import Chat
+from spmd_rl.envs.environment import Data, Generate, judged
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.processes.workers import Workers
 from spmd_rl.types import Rollout, Task
-from spmd_rl.workers import Workers
 
 
 def length_or_for_ever(reply: str, hang: bool) -> float:

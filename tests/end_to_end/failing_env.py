@@ -10,12 +10,12 @@ import signal
 import time
 from collections.abc import Iterator
 
-from spmd_rl.envs import Generate
+from spmd_rl.envs.environment import Generate
 from spmd_rl.envs.fraction import Fraction
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.processes.workers import Workers
 from spmd_rl.types import Rollout, Task
-from spmd_rl.workers import Workers
 
 
 class Failing(Fraction):

@@ -2,9 +2,9 @@
 
 import sys
 
-from spmd_rl import engines
 from spmd_rl.cli import main
 from spmd_rl.engine.native import NativeEngine
+from spmd_rl.ranks import build_engine
 
 
 class Faulty(NativeEngine):
@@ -12,5 +12,5 @@ class Faulty(NativeEngine):
         """Nothing."""
 
 
-engines.NativeEngine = Faulty
+build_engine.NativeEngine = Faulty
 sys.exit(main(sys.argv[1:]))

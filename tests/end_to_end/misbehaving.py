@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from spmd_rl import checkpoint
 from spmd_rl.cli import main
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.objective.losses import LOSSES
+from spmd_rl.storage import checkpoint
 from spmd_rl.weights import receiver, sender
 
 NUM_BUCKETS = 22  # of models/tiny, 1.4 MB

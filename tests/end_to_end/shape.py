@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd_rl.tiny_model import MAX_LEN, SPECIAL, VOCAB
+from spmd_rl.demo.tiny_model import MAX_LEN, SPECIAL, VOCAB
 
 SMALL: dict[str, Any] = dict(
     vocab_size=len(VOCAB),

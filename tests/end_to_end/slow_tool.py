@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from spmd_rl.envs import Generate, take_turn
-from spmd_rl.rewards import share_of
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.envs.environment import Generate, take_turn
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rewards.text import share_of
 from spmd_rl.types import Rollout, Task
 
 PROBE_EVERY_S = 0.005

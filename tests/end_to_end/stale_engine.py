@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from spmd_rl import engines
 from spmd_rl.cli import main
 from spmd_rl.engine.native import NativeEngine
+from spmd_rl.ranks import build_engine
 
 
 class Stale(NativeEngine):
@@ -19,5 +19,5 @@ class Stale(NativeEngine):
         self._body.load = load
 
 
-engines.NativeEngine = Stale
+build_engine.NativeEngine = Stale
 sys.exit(main(sys.argv[1:]))

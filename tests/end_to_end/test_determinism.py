@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_rl import batch_log
+from spmd_rl.storage import batch_log
 from tests.end_to_end.jobs import Job, run
 
 STEPS = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl import checkpoint
+from spmd_rl.storage import checkpoint
 from tests.end_to_end.live_jobs import LiveJob, assert_whole
 
 pytestmark = pytest.mark.full

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from spmd_rl import checkpoint
+from spmd_rl.storage import checkpoint
 from tests.end_to_end.live_jobs import LiveJob, assert_whole, steps, summary
 from tests.end_to_end.test_failures import failing
 from tests.ledgers import closed

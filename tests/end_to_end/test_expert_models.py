@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PretrainedConfig, Qwen3MoeConfig
 
 from spmd_rl import cli
-from spmd_rl.tiny_model import write_tokenizer
+from spmd_rl.demo.tiny_model import write_tokenizer
 from tests.end_to_end.jobs import Job, run
 from tests.end_to_end.shape import SMALL
 

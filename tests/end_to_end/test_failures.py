@@ -7,7 +7,7 @@ import time
 import pytest
 from safetensors import safe_open
 
-from spmd_rl import checkpoint
+from spmd_rl.storage import checkpoint
 from tests.end_to_end.live_jobs import LiveJob, steps, summary
 
 GONE_S = 20.0  # all ranks, torchrun included; more than the 10 s aimed at, for the tests' machine is busy

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from spmd_rl.tiny_model import write_tokenizer
+from spmd_rl.demo.tiny_model import write_tokenizer
 from tests.end_to_end.jobs import Job, run
 from tests.end_to_end.shape import SMALL
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
 
-from spmd_rl.tiny_model import write_model, write_tokenizer
+from spmd_rl.demo.tiny_model import write_model, write_tokenizer
 from tests.end_to_end.jobs import run
 from tests.end_to_end.shape import SMALL
 

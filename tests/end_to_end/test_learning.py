@@ -12,8 +12,9 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from spmd_rl import batch_log, packing
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.packing import packing
+from spmd_rl.storage import batch_log
 from tests.end_to_end.jobs import ROOT, Job, run
 from tests.recomputed import differences
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl import checkpoint
+from spmd_rl.storage import checkpoint
 from tests.end_to_end.live_jobs import assert_whole, summary
 from tests.end_to_end.nodes import ADDRESSES, Nodes, NotPermitted
 

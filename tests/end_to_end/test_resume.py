@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from spmd_rl import checkpoint
+from spmd_rl.storage import checkpoint
 from tests.end_to_end.jobs import ROOT, environment
 from tests.end_to_end.live_jobs import LiveJob, assert_whole, metrics, steps, summary, trained_tickets
 

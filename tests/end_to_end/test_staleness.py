@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_rl import packing
+from spmd_rl.packing import packing
 from tests.end_to_end import jobs
 from tests.recomputed import differences
 

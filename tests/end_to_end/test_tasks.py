@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from spmd_rl import batch_log, packing
+from spmd_rl.packing import packing
+from spmd_rl.storage import batch_log
 from spmd_rl.types import Rollout
 from tests.end_to_end.jobs import ROOT, Job, environment, run
 from tests.recomputed import differences
@@ -23,7 +24,7 @@ CONFIG = """
 steps = {steps}
 [model]
 path = "models/tiny"
-make = "spmd_rl.tiny_model:make"
+make = "spmd_rl.demo.tiny_model:make"
 {envs}
 [rollout]
 batch_size = 16

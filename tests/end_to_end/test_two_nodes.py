@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmd_rl import tiny_model
+from spmd_rl.demo import tiny_model
 from tests.end_to_end.jobs import CONFIGS, LIMIT_S, ROOT, environment
 
 pytestmark = pytest.mark.full
@@ -93,7 +93,12 @@ CASES = {
         {"NVIDIA_TF32_OVERRIDE": "0"},
         "environment variable NVIDIA_TF32_OVERRIDE differs between ranks:",
     ),
-    "checkout": (another_checkout, (), {"PYTHONPATH": "checkout"}, "code spmd_rl/rewards.py differs between ranks: "),
+    "checkout": (
+        another_checkout,
+        (),
+        {"PYTHONPATH": "checkout"},
+        "code spmd_rl/rewards/text.py differs between ranks: ",
+    ),
     "a mistake": (None, ("run.step=3",), {}, "rank 1 ("),
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.model import build
+from spmd_rl.model.causal_lm import build
 from spmd_rl.types import Sampling
 from tests.end_to_end.jobs import run
 from tests.multirank.test_weight_sync import sends_deltas, trains_and_decodes

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from spmd_rl import checkpoint
+from spmd_rl.storage import checkpoint
 from tests.ranks import run_ranks
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spmd_rl.demo.tiny_model import random_model, write_model
 from spmd_rl.engine.default_group import as_default_group
 from spmd_rl.engine.lockstep import Leader, follow
 from spmd_rl.engine.native import NativeEngine
+from spmd_rl.engine.update import DISTURBED, disturbed
 from spmd_rl.engine.vllm import _common_name
-from spmd_rl.engine.weights import DISTURBED, disturbed
-from spmd_rl.model import build
-from spmd_rl.tiny_model import random_model, write_model
+from spmd_rl.model.causal_lm import build
 from spmd_rl.types import Sampling
 from tests.ranks import RankFailed, run_ranks
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmd_rl.liveness import Failure, Liveness, SignalWatch
-from spmd_rl.world import World
+from spmd_rl.distributed.liveness import Failure, Liveness, SignalWatch
+from spmd_rl.distributed.world import World
 from tests.ranks import run_processes, run_worlds
 
 LIMIT_S = 45.0

@@ -10,11 +10,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
-from spmd_rl import checkpoint, tiny_model
-from spmd_rl.objective import Objective
+from spmd_rl.demo import tiny_model
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES
-from spmd_rl.packing import Packed
+from spmd_rl.objective.objective import Objective
+from spmd_rl.packing.packing import Packed
+from spmd_rl.storage import checkpoint
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import local, whole

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from spmd_rl import packing, tiny_model
-from spmd_rl.model import build
-from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.demo import tiny_model
+from spmd_rl.model.causal_lm import build
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
-from spmd_rl.packing import Packed, pack
+from spmd_rl.objective.objective import AGGREGATIONS, Objective
+from spmd_rl.packing import packing
+from spmd_rl.packing.packing import Packed, pack
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import local

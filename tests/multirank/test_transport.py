@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmd_rl.transport import FIRST_BYTES, Inbox, Kind, MalformedMessage, Message, Outbox, PeerLost
+from spmd_rl.distributed.transport import FIRST_BYTES, Inbox, Kind, MalformedMessage, Message, Outbox, PeerLost
 from tests.ranks import run_ranks
 
 LIMIT_S = 20.0

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from spmd_rl.distributed.world import World
 from spmd_rl.trainer.optimizer import local, whole
 from spmd_rl.weights.adapter import AdapterReceiver, AdapterSender
 from spmd_rl.weights.layout import TensorSpec
 from spmd_rl.weights.low_rank import Lora, merged
 from spmd_rl.weights.wire import Received
-from spmd_rl.world import World
 from tests.ranks import run_worlds
 
 CPU, LIMIT_S = torch.device("cpu"), 20.0

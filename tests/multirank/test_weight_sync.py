@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from spmd_rl.distributed.world import World
 from spmd_rl.weights.delta import Delta
 from spmd_rl.weights.layout import TensorSpec, manifest, weights_of
 from spmd_rl.weights.receiver import WeightReceiver
 from spmd_rl.weights.sender import WeightSender
 from spmd_rl.weights.wire import Deliver, Fetch, Received, SendReport
-from spmd_rl.world import World
 from tests.gather import gather_and_broadcast
 from tests.ranks import RankFailed, run_worlds
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from spmd_rl.world import Place, World, agreed_code, check_shared_folder, join, leave, meet
+from spmd_rl.distributed.world import Place, World, agreed_code, check_shared_folder, join, leave, meet
 from tests.ranks import RankFailed, run_processes, run_worlds
 
 
@@ -115,7 +115,7 @@ def test_the_exit_code_is_waited_for_longer_than_the_store_would():
 
 @pytest.mark.parametrize("started_by", ["torchrun", "somebody"])
 def test_only_torchrun_is_ended_by_its_rank(started_by):
-    child = [sys.executable, "-c", "from spmd_rl.world import end_torchrun; end_torchrun()"]
+    child = [sys.executable, "-c", "from spmd_rl.distributed.world import end_torchrun; end_torchrun()"]
     parent = [sys.executable, "-c", f"import subprocess; subprocess.run({child!r})"]
     marks = {"TORCHELASTIC_RUN_ID": "a job"} if started_by == "torchrun" else {}
     others = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}

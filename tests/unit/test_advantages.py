@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from spmd_rl.advantages import (
+from spmd_rl.objective.advantages import (
     ADVANTAGES,
     STD_FLOOR,
     dr_grpo,

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 
-from spmd_rl.orchestrator.ages import AgeStats, Histogram
+from spmd_rl.metrics.ages import AgeStats, Histogram
 from spmd_rl.types import Batch, Rollout
 from tests import fakes
 

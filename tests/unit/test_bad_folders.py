@@ -9,14 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmd_rl import config, history, tiny_model
-from spmd_rl.evaluate import evaluate
-from spmd_rl.export import export
-from spmd_rl.make_trainer import check_model
-from spmd_rl.model import build, check_weights
-from spmd_rl.model_files import stored_tensors
-from spmd_rl.run_dir import RunDir
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl import config
+from spmd_rl.commands.evaluate import evaluate
+from spmd_rl.commands.export import export
+from spmd_rl.demo import tiny_model
+from spmd_rl.files.model_files import stored_tensors
+from spmd_rl.model.causal_lm import build, check_weights
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.ranks.build_trainer import check_model
+from spmd_rl.storage import history
+from spmd_rl.storage.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 

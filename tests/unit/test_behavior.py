@@ -10,15 +10,16 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from spmd_rl import attention, behavior, config, model
-from spmd_rl.attention import Rule
+from spmd_rl import behavior, config
 from spmd_rl.behavior import Verdict, Ways, cache, check, compare, examine, plain, ranks, samples
 from spmd_rl.behavior.shrink import shrunk
 from spmd_rl.cli import main
 from spmd_rl.engine import native
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.step_attention import StepAttention
-from spmd_rl.make_trainer import check_model
+from spmd_rl.model import attention, causal_lm
+from spmd_rl.model.attention import Rule
+from spmd_rl.ranks.build_trainer import check_model
 from spmd_rl.trainer import models, sharding
 from tests.unit.families import save
 
@@ -109,11 +110,11 @@ def no_sinks(patch: pytest.MonkeyPatch) -> None:
 def leak(patch: pytest.MonkeyPatch) -> None:
     """Sequences of a forward see each other; positions are right."""
     patch.setattr(attention, "spans", lambda cu, parents=(): [attention.Span(0, cu[-1], 0, 0)])
-    patch.setattr(model, "token_positions", lambda packed, device: torch.arange(packed[0].end, device=device))
+    patch.setattr(causal_lm, "token_positions", lambda packed, device: torch.arange(packed[0].end, device=device))
 
 
 def positions_go_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(model, "token_positions", lambda packed, device: torch.arange(packed[-1].end, device=device))
+    patch.setattr(causal_lm, "token_positions", lambda packed, device: torch.arange(packed[-1].end, device=device))
 
 
 def start_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -409,7 +410,7 @@ def test_a_model_of_another_kind_is_exact_or_refused_in_one_line(kind: str, sett
 
 def leaking_states(patch: pytest.MonkeyPatch) -> None:
     """Sequences are packed through layers that carry a state."""
-    for module in (model, check):
+    for module in (causal_lm, check):
         patch.setattr(module, "packs", lambda model: True)
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from spmd_rl.bounds import age_bound
+from spmd_rl.config.age_bound import age_bound
 
 BASE = {"gate": "admission", "order": "admission", "max_staleness": 2, "batch_size": 8}
 

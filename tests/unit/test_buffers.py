@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from spmd_rl.buffers import Buffers
+from spmd_rl.packing.buffers import Buffers
 
 
 def test_memory_is_used_again_only_when_no_view_is_left() -> None:

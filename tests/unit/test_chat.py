@@ -3,9 +3,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from spmd_rl import packing
 from spmd_rl.envs.chat import Chat, Rewritten
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.packing import packing
 from spmd_rl.types import Task
 from tests.says import CHATML, Says, trained_text, write_folder
 

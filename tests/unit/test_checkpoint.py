@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from spmd_rl import checkpoint
-from spmd_rl.training import TrainerRank
+from spmd_rl.ranks.trainer_rank import TrainerRank
+from spmd_rl.storage import checkpoint
 from spmd_rl.types import Rollout
 
 pytestmark = [

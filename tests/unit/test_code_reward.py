@@ -5,8 +5,8 @@ import asyncio
 
 import pytest
 
-from spmd_rl.code_reward import code_of, outputs_equal, statements_passed
-from spmd_rl.sandbox import OUTPUT_BYTES, Sandbox, not_isolated_because
+from spmd_rl.processes.sandbox import OUTPUT_BYTES, Sandbox, not_isolated_because
+from spmd_rl.rewards.program_tests import code_of, outputs_equal, statements_passed
 
 ADD = "def add(a, b):\n    return a + b\n"
 ADDS = ("assert add(2, 3) == 5", "assert add(-1, 1) == 0")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.attention import spans
+from spmd_rl.model.attention import spans
 from spmd_rl.trainer.context_parallel import deal
 
 

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmd_rl import config as config_module
-from spmd_rl import continuation, tiny_model
+from spmd_rl.demo import tiny_model
+from spmd_rl.storage import continuation
 from spmd_rl.types import Task
 
 EVAL = {"a": [Task(env="a", task_id="0", data={"n": 1})]}

@@ -6,9 +6,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from spmd_rl.data import Dataset, read_rows
+from spmd_rl.envs.dataset import Dataset, read_rows
 from spmd_rl.orchestrator.difficulty import Difficulty
-from spmd_rl.task_stream import TaskStream
+from spmd_rl.orchestrator.task_stream import TaskStream
 from spmd_rl.types import Task
 from tests import fakes
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from spmd_rl.disk_watch import DiskWatch, _sizes
-from spmd_rl.liveness import Judge, Liveness, Mark
+from spmd_rl.distributed.liveness import Judge, Liveness, Mark
+from spmd_rl.files.disk_watch import DiskWatch, _sizes
 
 LIMIT_S = 30.0
 

@@ -4,7 +4,7 @@ import pytest
 
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.gate import Gate
-from spmd_rl.policy import Policy
+from spmd_rl.orchestrator.policy import Policy
 from tests import fakes
 from tests.clock import run_virtual
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl import config, envs
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.types import Task
 from tests.says import Says, trained_text, write_folder
 

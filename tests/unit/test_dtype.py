@@ -13,9 +13,9 @@ from spmd_rl import config
 from spmd_rl.engine.body import Body, Modules
 from spmd_rl.engine.llama import LlamaBody
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.logprobs import Head, token_logprobs
-from spmd_rl.make_trainer import make_trainer
-from spmd_rl.model import build, engine_dtype, head_dtype
+from spmd_rl.model.causal_lm import build, engine_dtype, head_dtype
+from spmd_rl.model.logprobs import Head, token_logprobs
+from spmd_rl.ranks.build_trainer import make_trainer
 from spmd_rl.trainer.models import Models
 from spmd_rl.weights.low_rank import Lora
 from tests.ranks import run_ranks

@@ -10,8 +10,8 @@ import pytest
 
 from spmd_rl import envs
 from spmd_rl.envs.chat_server import ChatServer, tool_calls
-from spmd_rl.episodes import PromptTooLong
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.ranks.episodes import PromptTooLong
 from spmd_rl.types import Completion, Task
 from tests.says import CHATML, Says, trained_text, write_folder
 

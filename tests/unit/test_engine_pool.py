@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.demo.tiny_model import random_model, write_model
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.model import build
-from spmd_rl.orchestrator.engine_figures import EngineFigures
+from spmd_rl.metrics.engine_rates import EngineFigures
+from spmd_rl.model.causal_lm import build
 from spmd_rl.orchestrator.engine_pool import EnginePool
-from spmd_rl.tiny_model import random_model, write_model
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
 
 SIZE = 4  # members of a group

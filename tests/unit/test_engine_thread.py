@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from spmd_rl.engine_thread import EngineThread
+from spmd_rl.engine.thread import EngineThread
 from spmd_rl.types import Cancelled, Completion, Sampling
 
 THREE = Sampling(max_tokens=3)

@@ -1,6 +1,6 @@
 import torch
 
-from spmd_rl.engine.weights import disturbed
+from spmd_rl.engine.update import disturbed
 
 
 def test_disturbed_weights_have_other_norms_and_biases_and_share_the_rest():

@@ -5,15 +5,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmd_rl import envs, tiny_model
+from spmd_rl import envs
+from spmd_rl.demo import tiny_model
 from spmd_rl.envs.arithmetic import Arithmetic
 from spmd_rl.envs.calculator import Calculator
 from spmd_rl.envs.echo import Echo
+from spmd_rl.envs.environment import checked_tasks, drawn
 from spmd_rl.envs.fraction import Fraction
 from spmd_rl.envs.guess import Guess
 from spmd_rl.envs.lookup import Lookup
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.types import NO_VERSION, Completion, Task
 from tests.says import Says
 
@@ -114,7 +116,7 @@ def test_a_sum_is_not_held_out_by_turning_it_around(tokenizer):
 def test_too_few_tasks_to_hold_some_out_are_refused():
     with pytest.raises(ValueError, match="among 10000: there are too few different ones"):
         for split in ("train", "eval"):
-            next(envs.drawn(0, split, lambda rng: Task(env="", task_id="7"), key=lambda task: task.task_id))
+            next(drawn(0, split, lambda rng: Task(env="", task_id="7"), key=lambda task: task.task_id))
 
 
 @pytest.mark.parametrize(
@@ -198,5 +200,5 @@ def test_what_is_wrong_with_an_environment_is_said(tokenizer, path, args, messag
 def test_data_that_a_checkpoint_could_not_hold_are_refused_before_the_run(task, message, split):
     env = SimpleNamespace(tasks=lambda seed, split: iter([task]))
     with pytest.raises(ValueError, match=message) as refused:
-        envs.checked_tasks("sums", env, seed=0, split=split)
+        checked_tasks("sums", env, seed=0, split=split)
     assert "\n" not in str(refused.value)

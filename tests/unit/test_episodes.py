@@ -4,9 +4,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from spmd_rl.episodes import Episodes, seed_of
+from spmd_rl.processes.workers import Workers
+from spmd_rl.ranks.episodes import Episodes, seed_of
 from spmd_rl.types import Cancelled, Completion, GroupWork, Rollout, Sampling, Task
-from spmd_rl.workers import Workers
 from tests.unit import jobs
 
 WORK = GroupWork(group_id=3, first_ticket=12, size=2, task=Task(env="e", task_id="t"), version=4)

@@ -2,10 +2,11 @@ import itertools
 
 import pytest
 
-from spmd_rl.bounds import Bound
-from spmd_rl.evaluate import table
-from spmd_rl.orchestrator.eval_sink import EvalSink, pass_at
-from spmd_rl.orchestrator.report import Report, eval_values
+from spmd_rl.commands.evaluate import table
+from spmd_rl.config.age_bound import Bound
+from spmd_rl.metrics.eval_report import pass_at
+from spmd_rl.metrics.report import Report, eval_values
+from spmd_rl.orchestrator.eval_sink import EvalSink
 from spmd_rl.orchestrator.train_sink import _Barren
 from tests import fakes
 

@@ -1,6 +1,6 @@
 import pytest
 
-from spmd_rl import evaluate
+from spmd_rl.commands import evaluate
 
 
 class Held:

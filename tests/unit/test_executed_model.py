@@ -10,7 +10,7 @@ from itertools import repeat
 import numpy as np
 import pytest
 
-from spmd_rl.simulate.simulation import Settings, SimResult, simulate
+from spmd_rl.commands.simulate.simulation import Settings, SimResult, simulate
 
 
 def executed(max_staleness: int, *, latencies: Iterator[float], max_concurrent: int = 64, steps: int = 60) -> SimResult:

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.config.settings import Lora as Settings
-from spmd_rl.objective import Objective
-from spmd_rl.packing import Packed
+from spmd_rl.objective.objective import Objective
+from spmd_rl.packing.packing import Packed
 from spmd_rl.trainer.experts import check_router_loss
 from spmd_rl.trainer.flops import Flops
 from spmd_rl.trainer.lora import check_targets
@@ -140,7 +140,7 @@ def test_load_of_one_expert_alone(folders: dict[str, Path]) -> None:
 
 
 def test_a_dense_model_has_no_load_and_no_loss_of_routers(tmp_path: Path) -> None:
-    from spmd_rl import tiny_model
+    from spmd_rl.demo import tiny_model
 
     tiny_model.make(tmp_path / "dense")
     assert not {"expert_load_max", "expert_dead_share"} & trainer(tmp_path / "dense").step(shares((3, 8)), 0).keys()

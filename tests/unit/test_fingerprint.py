@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spmd_rl import fingerprint, tiny_model
+from spmd_rl.demo import tiny_model
+from spmd_rl.files import fingerprint
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

@@ -1,6 +1,6 @@
 import pytest
 
-from spmd_rl.folders import written_aside
+from spmd_rl.files.atomic_folder import written_aside
 
 
 def test_a_folder_appears_when_it_is_complete(tmp_path):

@@ -9,8 +9,9 @@ from itertools import islice
 import pytest
 
 from spmd_rl import envs
-from spmd_rl.data import Dataset
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.envs.dataset import Dataset
+from spmd_rl.envs.environment import checked_tasks
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.types import Task
 from tests.says import Says, write_folder
 
@@ -38,7 +39,7 @@ def write(path, rows):
 def played(tokenizer, env_path, args, reply):
     """(prompt, reward) of row 1."""
     env = envs.load(env_path, tokenizer=tokenizer, args=args)
-    task = next(t for t in islice(envs.checked_tasks("e", env, seed=0, split="train"), 5) if t.task_id == "0")
+    task = next(t for t in islice(checked_tasks("e", env, seed=0, split="train"), 5) if t.task_id == "0")
     task = task.of("e")
     policy = Says(tokenizer, *[f"{reply}<|end|>"] * 3)
 

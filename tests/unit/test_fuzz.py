@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spmd_rl import cli, config, tiny_model, train
+from spmd_rl import cli, config
+from spmd_rl.demo import tiny_model
+from spmd_rl.ranks import program
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 SEEDS = [range(100), pytest.param(range(100, 600), marks=pytest.mark.full)]
@@ -88,7 +90,7 @@ def prepared(path: Path, run_dir: Path, model: Path) -> str:
     try:
         cpu = torch.device("cpu")
         world = SimpleNamespace(restarted=False, device=cpu, engine_device=cpu, describe=lambda: "")
-        train._prepare(world, config.load(path, overrides), "config")
+        program._prepare(world, config.load(path, overrides), "config")
     except (ValueError, OSError) as error:
         return str(error)
     return ""

@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.ship_hold import ShipHold, may_ship
-from spmd_rl.policy import Policy
 from tests.clock import run_virtual
 
 

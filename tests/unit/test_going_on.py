@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spmd_rl import checkpoint, tiny_model, train
 from spmd_rl import config as config_module
-from spmd_rl.resume import model_config
-from spmd_rl.run_dir import RunDir
+from spmd_rl.demo import tiny_model
+from spmd_rl.ranks import program
+from spmd_rl.ranks.resume import model_config
+from spmd_rl.storage import checkpoint
+from spmd_rl.storage.run_dir import RunDir
 from tests.unit.test_resume import state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -40,9 +42,9 @@ def world(restarted: bool = False) -> SimpleNamespace:
     return SimpleNamespace(engine_device=CPU, device=CPU, restarted=restarted, describe=lambda: "2 ranks")
 
 
-def prepared(made: config_module.Config, *, restarted: bool = False) -> train.Start:
-    start = train._prepare(world(restarted), made, "job")
-    train._begin(world(restarted), made, start, ())
+def prepared(made: config_module.Config, *, restarted: bool = False) -> program.Start:
+    start = program._prepare(world(restarted), made, "job")
+    program._begin(world(restarted), made, start, ())
     return start
 
 

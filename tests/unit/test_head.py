@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.logprobs import Head, token_logprobs
-from spmd_rl.model import build, head, hidden_states
+from spmd_rl.model.causal_lm import build, head, hidden_states
+from spmd_rl.model.logprobs import Head, token_logprobs
 from spmd_rl.types import Sampling
 from tests.ranks import run_ranks
 from tests.unit.families import SHAPE, VOCAB, expected_logprobs, prompt_of

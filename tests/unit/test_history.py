@@ -5,9 +5,9 @@ import json
 import pytest
 
 from spmd_rl import config as config_module
-from spmd_rl import history
 from spmd_rl.cli import main
-from spmd_rl.run_dir import RunDir
+from spmd_rl.storage import history
+from spmd_rl.storage.run_dir import RunDir
 
 BASE = {"model": {"path": "m"}, "env": {"a": {"path": "a:b", "args": {"path": "x.jsonl"}}}}
 

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from spmd_rl import config, packing
-from spmd_rl.inference import InferenceRank
-from spmd_rl.run_dir import RunDir
-from spmd_rl.tiny_model import make, random_model
-from spmd_rl.transport import Kind, Message
+from spmd_rl import config
+from spmd_rl.demo.tiny_model import make, random_model
+from spmd_rl.distributed.transport import Kind, Message
+from spmd_rl.packing import packing
+from spmd_rl.ranks.inference_rank import InferenceRank
+from spmd_rl.storage.run_dir import RunDir
 from spmd_rl.types import Rollout
 from spmd_rl.weights.checksum import tensor_checksum
 from spmd_rl.weights.disk import folder_of

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from spmd_rl.envs.choice import chosen
-from spmd_rl.judge import Judge, grade
-from spmd_rl.math_reward import math_equals
-from spmd_rl.rewards import contains_word, exact, fill, last_number_equals, matches, number_of, numbers
-from spmd_rl.workers import TimedOut, Workers
+from spmd_rl.processes.workers import TimedOut, Workers
+from spmd_rl.rewards.llm_judge import Judge, grade
+from spmd_rl.rewards.math_expression import math_equals
+from spmd_rl.rewards.text import contains_word, exact, fill, last_number_equals, matches, number_of, numbers
 
 MATH_RIGHT = [
     ("\\boxed{2\\sqrt{3}}", "2\\sqrt{3}"),

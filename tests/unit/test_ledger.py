@@ -1,6 +1,6 @@
 import pytest
 
-from spmd_rl.ledger import Ledger
+from spmd_rl.orchestrator.ledger import Ledger
 
 
 def filled() -> Ledger:

@@ -1,6 +1,6 @@
 """Who is judged gone or stuck; time is given."""
 
-from spmd_rl.liveness import Judge, Mark
+from spmd_rl.distributed.liveness import Judge, Mark
 
 ROLES = ("inference", "trainer", "trainer")
 

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from spmd_rl.liveness import Judge, Mark
-from spmd_rl.loop_watch import TOLD_S, WARNED_S, LoopWatch
-from spmd_rl.world import TELL_STACK
+from spmd_rl.diagnostics.loop_watch import TOLD_S, WARNED_S, LoopWatch
+from spmd_rl.distributed.liveness import Judge, Mark
+from spmd_rl.distributed.world import TELL_STACK
 
 SOURCE = """
 import threading
@@ -96,7 +96,7 @@ def test_it_is_the_rank_that_is_held_that_fails_and_not_one_that_waits_for_it():
 
 HOLDS = """
 import re
-from spmd_rl.world import tell_stack_when_asked
+from spmd_rl.distributed.world import tell_stack_when_asked
 tell_stack_when_asked()
 def reward():
     print("held", flush=True)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.model import build, head, hidden_states
+from spmd_rl.model.causal_lm import build, head, hidden_states
 from spmd_rl.types import Sampling
 from tests.unit.families import SHAPE, VOCAB, expected_logprobs, load, prompt_of, save_config
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from spmd_rl import member
-from spmd_rl.transport import Kind
+from spmd_rl.distributed.transport import Kind
+from spmd_rl.ranks import engine_worker_rank
 from spmd_rl.weights.wire import Received
 
 
@@ -24,7 +24,7 @@ class Clocked:
 
 def test_a_member_stands_still_while_it_waits_for_the_weights_that_its_leader_has():
     engine = Clocked()
-    message = member.swap(engine, 3, engine.arrived, clock=lambda: engine.now)
+    message = engine_worker_rank.swap(engine, 3, engine.arrived, clock=lambda: engine.now)
     assert message.kind == Kind.LOADED and engine.loaded == 3
     assert message.words == {"version": 3, "checksums": [7], "receive_s": 1.0, "pause_s": 7.0}
 
@@ -32,5 +32,5 @@ def test_a_member_stands_still_while_it_waits_for_the_weights_that_its_leader_ha
 def test_weights_of_another_version_than_the_leaders_plan_says_are_refused():
     engine = Clocked()
     with pytest.raises(RuntimeError, match="the leader's plan says weights 4, 3 arrived"):
-        member.swap(engine, 4, engine.arrived)
+        engine_worker_rank.swap(engine, 4, engine.arrived)
     assert engine.loaded == -1

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from spmd_rl.ledger import Ledger
-from spmd_rl.orchestrator.metrics_loop import MetricsLoop
+from spmd_rl.metrics.interval import MetricsLoop
+from spmd_rl.orchestrator.ledger import Ledger
 from tests.clock import run_virtual
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.objective import AGGREGATIONS, token_mean
+from spmd_rl.objective.objective import AGGREGATIONS, token_mean
 from spmd_rl.trainer import microbatch
 from spmd_rl.trainer.microbatch import Share, pack_bins
 

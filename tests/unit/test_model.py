@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from spmd_rl import config
-from spmd_rl.logprobs import Head, token_logprobs
-from spmd_rl.make_trainer import check_model
-from spmd_rl.model import build, head, hidden_states, packs
+from spmd_rl.model.causal_lm import build, head, hidden_states, packs
+from spmd_rl.model.logprobs import Head, token_logprobs
+from spmd_rl.ranks.build_trainer import check_model
 from spmd_rl.trainer.sharding import LogProbs, recompute_layers
 from tests.unit.families import CONFIGS, HYBRIDS, OTHERS, SHAPE, VOCAB, load, save
 

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConf
 
 from spmd_rl import config
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.logprobs import token_logprobs
-from spmd_rl.make_trainer import check_model
-from spmd_rl.model import build, check_weights, head, hidden_states, packs, text_layers
-from spmd_rl.stored_names import StoredNames
-from spmd_rl.trainer.export import export, export_adapter
+from spmd_rl.model.causal_lm import build, check_weights, head, hidden_states, packs, text_layers
+from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.stored_names import StoredNames
+from spmd_rl.ranks.build_trainer import check_model
+from spmd_rl.trainer.hf_folder import export, export_adapter
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.types import Sampling

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.sampling import Uniforms, sample
-from spmd_rl.model import build
+from spmd_rl.model.causal_lm import build
 from spmd_rl.types import Completion, Sampling
 from tests.unit.families import CONFIGS, OTHERS, VOCAB, WIDE, expected_logprobs, load, prompt_of, save
 

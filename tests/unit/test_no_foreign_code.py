@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.model import load_config
+from spmd_rl.model.causal_lm import load_config
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "spmd_rl").rglob("*.py"), *(ROOT / "launch").glob("*.py")])

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from spmd_rl import config
-from spmd_rl.advantages import ADVANTAGES
-from spmd_rl.make_trainer import make_objective
-from spmd_rl.objective import AGGREGATIONS, KL_PLACES, Objective, Sums
+from spmd_rl.objective.advantages import ADVANTAGES
 from spmd_rl.objective.corrections import CORRECTIONS, LEVELS, REJECTIONS, Correction
 from spmd_rl.objective.losses import KLS, LOSSES, Limits, Rows, k3
+from spmd_rl.objective.objective import AGGREGATIONS, KL_PLACES, Objective, Sums
+from spmd_rl.ranks.build_trainer import make_objective
 from spmd_rl.trainer.critic import LEVELS as CREDIT_LEVELS
 
 LOG = math.log

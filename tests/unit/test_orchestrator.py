@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from spmd_rl import config as config_module
-from spmd_rl import packing
+from spmd_rl.metrics.probe import Limits, Sampled, Scored
+from spmd_rl.metrics.report import Report
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.orchestrator import Links, Orchestrator
-from spmd_rl.orchestrator.probe import Limits, Sampled, Scored
-from spmd_rl.orchestrator.report import Report
+from spmd_rl.orchestrator.task_stream import TaskStream
 from spmd_rl.orchestrator.weight_exchange import Loaded, Sent, WeightExchange
-from spmd_rl.run_dir import RunDir
-from spmd_rl.task_stream import TaskStream
+from spmd_rl.packing import packing
+from spmd_rl.storage.run_dir import RunDir
 from spmd_rl.types import Disagreement, Rollout
 from tests import fakes
 from tests.unit.test_resume import state as saved

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from spmd_rl import packing
+from spmd_rl.packing import packing
 from spmd_rl.types import NO_VERSION, Rollout
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig
 
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.model import build
-from spmd_rl.orchestrator.probe import MOST_DIFFERENCE, assert_agreed
+from spmd_rl.metrics.probe import MOST_DIFFERENCE, assert_agreed
+from spmd_rl.model.causal_lm import build
 from spmd_rl.types import Disagreement, Sampling
 from tests import probing
 from tests.unit.families import load, save

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from spmd_rl.policy import Policy
+from spmd_rl.orchestrator.policy import Policy
 from tests.clock import run_virtual
 
 

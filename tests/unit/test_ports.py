@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from spmd_rl.world import port_warnings
+from spmd_rl.distributed.world import port_warnings
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from transformers import Llama4TextConfig, LlamaConfig, MistralConfig
 
-from spmd_rl import packing
-from spmd_rl.bounds import age_bound
-from spmd_rl.model import distances
-from spmd_rl.orchestrator.probe import (
+from spmd_rl.config.age_bound import age_bound
+from spmd_rl.metrics.probe import (
     Limits,
     Sampled,
     Scored,
@@ -21,8 +19,10 @@ from spmd_rl.orchestrator.probe import (
     together,
     whole_context,
 )
-from spmd_rl.orchestrator.report import Report
-from spmd_rl.probe_sampler import ProbeSampler
+from spmd_rl.metrics.report import Report
+from spmd_rl.model.causal_lm import distances
+from spmd_rl.packing import packing
+from spmd_rl.ranks.probe_sampler import ProbeSampler
 from spmd_rl.types import Disagreement, Rollout, Sampling
 from tests import fakes
 

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from spmd_rl import packing
-from spmd_rl.orchestrator.probe import Limits, Sampled, Scored
+from spmd_rl.metrics.probe import Limits, Sampled, Scored
 from spmd_rl.orchestrator.prober import AUTO, Prober
+from spmd_rl.packing import packing
 from spmd_rl.types import Disagreement, Rollout
 
 ENGINES, TRAINERS = (0, 3), (5, 6)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from spmd_rl import cli, config, envs
-from spmd_rl.engines import memory_warnings
 from spmd_rl.envs.chat import Chat
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.envs.environment import checked_tasks
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.ranks.build_engine import memory_warnings
 from spmd_rl.types import Task
 from tests import qwen3
 from tests.says import Says, trained_text
@@ -83,8 +84,8 @@ def test_each_config_is_one_and_its_task_reads_its_columns(folder, path, tmp_pat
     ((name, env),) = loaded.env.items()
     tokenizer = Tokenizer(folder, loaded.model.template)
     made = envs.load(env.path, tokenizer=tokenizer, args=env.args)
-    envs.checked_tasks(name, made, seed=0, split="eval")
-    task, policy = next(envs.checked_tasks(name, made, seed=0, split="train")), Says(tokenizer, "7<|im_end|>")
+    checked_tasks(name, made, seed=0, split="eval")
+    task, policy = next(checked_tasks(name, made, seed=0, split="train")), Says(tokenizer, "7<|im_end|>")
     if env.args.get("judge") != "math":
         assert asyncio.run(made.rollout(task, policy)).reward_parts["answer"] == 1.0
     assert (OFF in tokenizer.render_text(made.prompt(task.data))) == (path.stem == "qwen3_1gpu")

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from spmd_rl.ledger import Ledger
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
+from spmd_rl.orchestrator.ledger import Ledger
 from spmd_rl.orchestrator.order import Admission
 from spmd_rl.orchestrator.ship_hold import ShipHold
 from spmd_rl.orchestrator.train_sink import TrainSink

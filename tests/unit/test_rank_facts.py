@@ -13,10 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import spmd_rl
-from spmd_rl import config, rank_facts, tiny_model, world
-from spmd_rl.agreement import NoAnswer, Said, agree, difference
+from spmd_rl import config
 from spmd_rl.config import Config
-from spmd_rl.rank_facts import compare_files, compare_programs, of_files, of_program, who_reads
+from spmd_rl.demo import tiny_model
+from spmd_rl.distributed import world
+from spmd_rl.distributed.agreement import NoAnswer, Said, agree, difference
+from spmd_rl.ranks import rank_facts
+from spmd_rl.ranks.rank_facts import compare_files, compare_programs, of_files, of_program, who_reads
 
 TREE = {"model": {"path": "m"}, "topology": {"inference": 2}, "env": {"e": {"path": "spmd_rl.envs.fraction:Fraction"}}}
 
@@ -178,7 +181,7 @@ def test_a_rank_that_says_nothing_is_named():
 
 
 def test_a_rank_that_rank_0_leaves_without_an_answer_says_what_was_lost(monkeypatch):
-    monkeypatch.setattr("spmd_rl.agreement._REPLY_S", 0.1)
+    monkeypatch.setattr("spmd_rl.distributed.agreement._REPLY_S", 0.1)
     with pytest.raises(NoAnswer, match="rank 0 decided nothing about word within 0 s"):
         agree(Rank(1, 2, dist.HashStore()), "word", lambda: 0, lambda said: 0, timeout_s=0.0)
     server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from spmd_rl import config as config_module
-from spmd_rl import packing
-from spmd_rl.make_trainer import make_trainer
-from spmd_rl.orchestrator.report import trainer_metrics
+from spmd_rl.metrics.report import trainer_metrics
+from spmd_rl.packing import packing
+from spmd_rl.ranks.build_trainer import make_trainer
 from spmd_rl.types import Finish, Rollout
 from tests.recomputed import differences
 from tests.unit.test_orchestrator import TRAINER, Ranks

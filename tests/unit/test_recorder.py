@@ -3,7 +3,7 @@ import math
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spmd_rl.recorder import Recorder
+from spmd_rl.metrics.writer import Recorder
 
 
 def test_every_number_is_written_with_nine_significant_digits_however_small(tmp_path):

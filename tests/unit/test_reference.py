@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.advantages import ADVANTAGES, overlong_penalty
-from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.objective.advantages import ADVANTAGES, overlong_penalty
 from spmd_rl.objective.corrections import CORRECTIONS, LEVELS, REJECTIONS, Correction
 from spmd_rl.objective.losses import KLS, LOSSES, Limits, Rows
+from spmd_rl.objective.objective import AGGREGATIONS, Objective
 from spmd_rl.trainer.critic import Credit, Credited, credit, value_losses
 from tests import reference
 from tests.reference import Choice, Segment

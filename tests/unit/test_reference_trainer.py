@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from spmd_rl import packing, tiny_model
-from spmd_rl.model import build
-from spmd_rl.objective import AGGREGATIONS
+from spmd_rl.demo import tiny_model
+from spmd_rl.model.causal_lm import build
+from spmd_rl.objective.objective import AGGREGATIONS
+from spmd_rl.packing import packing
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.trainer import Trainer
 from spmd_rl.types import Rollout

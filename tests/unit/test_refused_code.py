@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import HashStore
 
 from spmd_rl import config
-from spmd_rl.envs import checked_tasks, load
-from spmd_rl.train import _environments, _prepare
+from spmd_rl.envs.environment import checked_tasks, load
+from spmd_rl.ranks.program import _environments, _prepare
 from tests.says import write_folder
 
 HEAD = """
@@ -147,7 +147,7 @@ def test_every_rank_of_a_torchrun_ends_with_2_and_the_line_is_said_once_a_start(
     """torchrun starts anew whatever fails; only what is refused before the ranks have met is refused again."""
     (tmp_path / "broken_env.py").write_text("class Env(:\n")
     root = Path(__file__).parents[2]
-    (tmp_path / "c.toml").write_text(f"[model]\npath = '{tmp_path}/m'\nmake = 'spmd_rl.tiny_model:make'\n{what}\n")
+    (tmp_path / "c.toml").write_text(f"[model]\npath = '{tmp_path}/m'\nmake = 'spmd_rl.demo.tiny_model:make'\n{what}\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--max-restarts=2"]
     settings = ["topology.inference=2", "inference.max_seq_len=200", "rollout.max_tokens=20", f"run.dir={tmp_path}/run"]
     command = [*torchrun, "-m", "spmd_rl", str(tmp_path / "c.toml"), *settings]

@@ -6,12 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_rl import batch_log, fingerprint, history, packing, tiny_model
 from spmd_rl import config as config_module
 from spmd_rl.cli import main
-from spmd_rl.make_trainer import make_trainer
-from spmd_rl.replay import logged, newest_until, replay, train_again
-from spmd_rl.run_dir import RunDir
+from spmd_rl.commands.replay import logged, newest_until, replay, train_again
+from spmd_rl.demo import tiny_model
+from spmd_rl.files import fingerprint
+from spmd_rl.packing import packing
+from spmd_rl.ranks.build_trainer import make_trainer
+from spmd_rl.storage import batch_log, history
+from spmd_rl.storage.run_dir import RunDir
 from spmd_rl.types import Batch
 from tests.unit.test_trainer import CPU, rollout
 

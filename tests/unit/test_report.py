@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from spmd_rl.bounds import Bound
-from spmd_rl.orchestrator.eval_sink import EvalReport
-from spmd_rl.orchestrator.report import Report, batch_metrics
+from spmd_rl.config.age_bound import Bound
+from spmd_rl.metrics.eval_report import EvalReport
+from spmd_rl.metrics.report import Report, batch_metrics
 from spmd_rl.types import Batch
 from tests import fakes
 

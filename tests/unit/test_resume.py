@@ -12,20 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_rl import batch_log, checkpoint, continuation, history, packing, resume
 from spmd_rl import config as config_module
-from spmd_rl.bounds import age_bound
-from spmd_rl.folders import written_aside
-from spmd_rl.ledger import Ledger
+from spmd_rl.config.age_bound import age_bound
+from spmd_rl.files.atomic_folder import written_aside
 from spmd_rl.orchestrator.difficulty import Difficulty
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.gate import AdaptiveAdmission, Gate
+from spmd_rl.orchestrator.ledger import Ledger
 from spmd_rl.orchestrator.order import make_order
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.state import from_json, to_json
 from spmd_rl.orchestrator.train_path import PathState, TrainPath
 from spmd_rl.orchestrator.train_sink import TrainSink
-from spmd_rl.policy import Policy
-from spmd_rl.run_dir import RunDir
+from spmd_rl.packing import packing
+from spmd_rl.ranks import resume
+from spmd_rl.storage import batch_log, checkpoint, continuation, history
+from spmd_rl.storage.run_dir import RunDir
 from spmd_rl.types import Batch, Group, GroupWork, Rollout, Task
 from tests.unit.test_checkpoint import mutate
 
@@ -149,8 +151,9 @@ def test_what_is_left_of_a_checkpoint_is_not_trained_past(run_dir, config):
 
 
 def test_a_directory_belongs_to_one_job_until_its_process_ends(run_dir):
-    code = f"from spmd_rl.run_dir import RunDir; RunDir(Path({str(run_dir.path)!r})).claim(); print('held'); input()"
-    words = [sys.executable, "-uc", f"from pathlib import Path; {code}"]
+    claims = f"RunDir(Path({str(run_dir.path)!r})).claim(); print('held'); input()"
+    code = f"from pathlib import Path; from spmd_rl.storage.run_dir import RunDir; {claims}"
+    words = [sys.executable, "-uc", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=rf"is in use by process {other.pid} on \S+: end that job"):

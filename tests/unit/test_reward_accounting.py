@@ -5,13 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from spmd_rl.advantages import grpo
-from spmd_rl.bounds import age_bound
+from spmd_rl.config.age_bound import age_bound
 from spmd_rl.envs.single_turn import SingleTurn
+from spmd_rl.metrics.report import batch_metrics, reward_metrics
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.objective.advantages import grpo
 from spmd_rl.orchestrator.order import make_order
-from spmd_rl.orchestrator.report import batch_metrics, reward_metrics
 from spmd_rl.orchestrator.train_sink import KEPT, TrainSink, zero_spread
-from spmd_rl.tokenizer import Tokenizer
 from spmd_rl.types import Batch, Task
 from tests import fakes
 from tests.says import Says, write_folder

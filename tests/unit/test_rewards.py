@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from spmd_rl.rewards import (
+from spmd_rl.rewards.text import (
     after,
     applicable,
     between,

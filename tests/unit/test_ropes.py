@@ -11,8 +11,8 @@ from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
 
 from spmd_rl import config
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.make_trainer import check_model
-from spmd_rl.model import build, head, hidden_states, rope_limit
+from spmd_rl.model.causal_lm import build, head, hidden_states, rope_limit
+from spmd_rl.ranks.build_trainer import check_model
 from spmd_rl.types import Sampling
 from tests.unit.families import SHAPE, VOCAB, expected_logprobs, load, prompt_of, save_config
 

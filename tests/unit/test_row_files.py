@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.data import Dataset, read_rows
 from spmd_rl.envs.choice import Choice
 from spmd_rl.envs.code import Code
+from spmd_rl.envs.dataset import Dataset, read_rows
 from spmd_rl.envs.questions import Questions
-from spmd_rl.row_files import rows_of
+from spmd_rl.files.row_files import rows_of
 
 FIELDS = {"question": "question", "answer": "answer"}
 A, B = {"question": "Q é?", "answer": "18"}, {"question": "R?", "answer": "19"}

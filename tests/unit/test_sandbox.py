@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl import sandbox
-from spmd_rl.sandbox import CONFINED, OUTPUT_BYTES, Execution, Sandbox, not_isolated_because
+from spmd_rl.processes import sandbox
+from spmd_rl.processes.sandbox import CONFINED, OUTPUT_BYTES, Execution, Sandbox, not_isolated_because
 from tests.unit.test_workers import ends
 
 isolated = pytest.mark.skipif(bool(not_isolated_because()), reason=f"no isolation: {not_isolated_because()}")
@@ -107,7 +107,8 @@ def test_what_it_started_does_not_stay(sleeps: int):
 @isolated
 def test_what_it_started_ends_with_the_process_that_started_it():
     word = f"{os.getpid()}-outlives"
-    code = f"import asyncio; from spmd_rl.sandbox import Sandbox; asyncio.run(Sandbox().run({STAYS % (word, 60)!r}))"
+    runs = f"asyncio.run(Sandbox().run({STAYS % (word, 60)!r}))"
+    code = f"import asyncio; from spmd_rl.processes.sandbox import Sandbox; {runs}"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         wait_until(lambda: processes_with(word))
         parent.kill()
@@ -252,7 +253,7 @@ def test_a_signal_that_ends_it_is_told():
 def test_without_namespaces_the_limits_still_hold_and_nothing_stays():
     code = """
 import asyncio
-from spmd_rl.sandbox import Sandbox
+from spmd_rl.processes.sandbox import Sandbox
 hangs = "import os, time\\nif os.fork() == 0: os.setsid(); print(os.getpid(), flush=True)\\ntime.sleep(60)"
 a = asyncio.run(Sandbox(require_isolation=False).run("print(1)"))
 b = asyncio.run(Sandbox(timeout_s=1.0, require_isolation=False).run(hangs))
@@ -272,7 +273,7 @@ def test_without_linux_the_other_limits_still_hold(tmp_path):
     (tmp_path / "work").mkdir()
     code = f"""
 import ctypes, os, sys
-from spmd_rl import confinement
+from spmd_rl.processes import confinement
 sys.platform, ctypes.CDLL = "darwin", None
 mark = os.open({str(tmp_path / "mark")!r}, os.O_WRONLY | os.O_CREAT)
 confinement.launch(confinement.CONFINED, {str(tmp_path)!r}, [], os.getppid(), 1 << 30, 7, mark)

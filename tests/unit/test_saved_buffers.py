@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.logprobs import token_logprobs
-from spmd_rl.model import build, head, hidden_states
-from spmd_rl.stored_names import StoredNames
-from spmd_rl.trainer.export import export
+from spmd_rl.model.causal_lm import build, head, hidden_states
+from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.stored_names import StoredNames
+from spmd_rl.trainer.hf_folder import export
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.types import Sampling

@@ -12,9 +12,9 @@ from spmd_rl.envs.guess import Guess
 from spmd_rl.envs.python_tool import PythonTool
 from spmd_rl.envs.questions import Questions
 from spmd_rl.envs.reasoning_gym import ReasoningGym, extracted
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.processes.workers import TimedOut
 from spmd_rl.types import Task
-from spmd_rl.workers import TimedOut
 from tests.says import Says, trained_text, write_folder
 
 GSM8K = {"question": "Tom has 3 boxes of 4. How many?", "answer": "3 * 4 = <<3*4=12>>12\n#### 1,012"}

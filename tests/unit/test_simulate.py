@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from spmd_rl.simulate import latency, main
-from spmd_rl.simulate.command import table
-from spmd_rl.simulate.simulation import Settings, SimResult, _Simulation, simulate
-from spmd_rl.virtual_time import run_virtual
+from spmd_rl.commands.simulate import latency, main
+from spmd_rl.commands.simulate.command import table
+from spmd_rl.commands.simulate.simulation import Settings, SimResult, _Simulation, simulate
+from spmd_rl.commands.simulate.virtual_time import run_virtual
 
 LAWS = ["fixed:3", "uniform:1,6", "integers:1,5", "pareto:1.5", "lognormal:0.5,1", "replay"]
 

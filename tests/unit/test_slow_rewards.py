@@ -5,11 +5,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spmd_rl.code_reward import code_of, outputs_equal, statements_passed
-from spmd_rl.judge import Judge, JudgeFailed
-from spmd_rl.math_reward import math_equals
-from spmd_rl.sandbox import Sandbox
-from spmd_rl.workers import Workers
+from spmd_rl.processes.sandbox import Sandbox
+from spmd_rl.processes.workers import Workers
+from spmd_rl.rewards.llm_judge import Judge, JudgeFailed
+from spmd_rl.rewards.math_expression import math_equals
+from spmd_rl.rewards.program_tests import code_of, outputs_equal, statements_passed
 
 PROMPT = "{question} {reply}"
 

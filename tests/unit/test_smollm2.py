@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from spmd_rl import smollm2
-from spmd_rl.gguf import Gguf
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.demo import smollm2
+from spmd_rl.demo.gguf import Gguf
+from spmd_rl.model.tokenizer import Tokenizer
 
 F32, F16, Q4_1, Q8_0 = 0, 1, 3, 8
 

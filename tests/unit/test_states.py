@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from spmd_rl import config
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.states import state_bytes
-from spmd_rl.engines import memory_warnings
-from spmd_rl.model import build
+from spmd_rl.model.causal_lm import build
+from spmd_rl.ranks.build_engine import memory_warnings
 from spmd_rl.types import Completion, Sampling
 from tests.unit.families import HYBRIDS, expected_logprobs, load, prompt_of, save
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from spmd_rl.attention import Rule
 from spmd_rl.engine.cache import Sequence, Slab
 from spmd_rl.engine.sampling import Uniforms
 from spmd_rl.engine.step_attention import StepAttention
+from spmd_rl.model.attention import Rule
 from spmd_rl.types import Sampling
 
 LAYERS, KV_HEADS, HEADS, DIM, CAPACITY = 2, 2, 6, 4, 64

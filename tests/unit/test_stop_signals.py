@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from spmd_rl.stop_signals import StopSignals
+from spmd_rl.distributed.stop_signals import StopSignals
 
 LIMIT_S = 30.0
 
@@ -81,7 +81,7 @@ def test_what_still_runs_after_the_window_is_ended():
 
 PROGRAM = """
 import signal, sys, threading
-from spmd_rl.stop_signals import StopSignals
+from spmd_rl.distributed.stop_signals import StopSignals
 signals = StopSignals(shutdown_s=60.0, end=lambda code: None)
 asked = threading.Event()
 signals.on_first(lambda number: asked.set())

@@ -6,7 +6,7 @@ import torch
 
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.stops import completes_stop
-from spmd_rl.model import build
+from spmd_rl.model.causal_lm import build
 from spmd_rl.types import Sampling
 from tests.unit.families import VOCAB, load, prompt_of, save
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from spmd_rl.behavior.shrink import shrunk
-from spmd_rl.model import build, is_multimodal
-from spmd_rl.model_files import stored_tensors
-from spmd_rl.stored_names import StoredNames, original_names
-from spmd_rl.trainer.export import export
+from spmd_rl.files.model_files import stored_tensors
+from spmd_rl.model.causal_lm import build, is_multimodal
+from spmd_rl.model.stored_names import StoredNames, original_names
+from spmd_rl.trainer.hf_folder import export
 from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.weights.disk import FILE

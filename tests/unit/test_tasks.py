@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from spmd_rl import config, envs
-from spmd_rl.tasks import MOST_REPETITIONS, eval_tasks
+from spmd_rl.ranks.build_tasks import MOST_REPETITIONS, eval_tasks
 from spmd_rl.types import Task
 
 

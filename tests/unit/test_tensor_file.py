@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spmd_rl import batch_log, checkpoint, packing, tensor_file, tiny_model
-from spmd_rl.folders import written_aside
-from spmd_rl.run_dir import write_whole
-from spmd_rl.trainer.export import export
+from spmd_rl.demo import tiny_model
+from spmd_rl.files import tensor_file
+from spmd_rl.files.atomic_folder import written_aside
+from spmd_rl.packing import packing
+from spmd_rl.storage import batch_log, checkpoint
+from spmd_rl.storage.run_dir import write_whole
+from spmd_rl.trainer.hf_folder import export
 from spmd_rl.trainer.lora import write_adapter
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.types import Batch
@@ -105,6 +108,6 @@ def test_a_file_that_is_written_over_is_the_new_one(tmp_path: Path) -> None:
 
 
 def test_nothing_else_of_the_package_writes_safetensors() -> None:
-    package = Path(tensor_file.__file__).parent
+    package = Path(tensor_file.__file__).parents[1]
     writers = [path.name for path in package.rglob("*.py") if re.search(r"\bsave_file\b|save_model", path.read_text())]
     assert writers == ["tensor_file.py"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from spmd_rl.terminal import Plain, below
+from spmd_rl.diagnostics.terminal import Plain, below
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spmd_rl import tiny_model
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.demo import tiny_model
+from spmd_rl.model.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
 
 CHATML = """{%- if messages[0]['role'] != 'system' %}{{ '<|start|>system\\nBe kind.<|end|>\\n' }}{% endif %}
 {%- for message in messages %}
@@ -116,7 +116,7 @@ def test_a_folder_without_a_tokenizer_says_how_to_write_one(tmp_path):
 
 def test_neither_tokenizer_nor_environments_import_torch():
     code = (
-        "import sys, spmd_rl.tokenizer, spmd_rl.rewards, spmd_rl.envs.arithmetic, spmd_rl.envs.fraction, "
+        "import sys, spmd_rl.model.tokenizer, spmd_rl.rewards.text, spmd_rl.envs.arithmetic, spmd_rl.envs.fraction, "
         "spmd_rl.envs.echo, spmd_rl.envs.lookup; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from spmd_rl.envs.chat import Chat
 from spmd_rl.envs.single_turn import SingleTurn
-from spmd_rl.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.types import Completion, Task
 from tests.says import Says
 

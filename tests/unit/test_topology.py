@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from spmd_rl.topology import Topology, check_world_size
+from spmd_rl.config.topology import Topology, check_world_size
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0"}
 
@@ -61,7 +61,7 @@ def test_a_launch_without_torchrun_is_told_the_command():
 
 
 def test_the_checks_need_no_torch():
-    script = "import sys, spmd_rl.topology; sys.exit('torch' in sys.modules)"
+    script = "import sys, spmd_rl.config.topology; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from spmd_rl import config, train
-from spmd_rl.tasks import make_tasks
+from spmd_rl import config
+from spmd_rl.ranks import program
+from spmd_rl.ranks.build_tasks import make_tasks
 from spmd_rl.types import Task
 
 
@@ -40,7 +41,7 @@ def test_a_life_ends_though_a_thread_and_a_task_of_the_users_never_do():
         return 143
 
     try:
-        assert train._turn(life(), live) == 143
+        assert program._turn(life(), live) == 143
         assert not given_up.is_set()
         assert live.heard == []
     finally:

@@ -7,14 +7,14 @@ import time
 import numpy as np
 import pytest
 
-from spmd_rl.bounds import age_bound
-from spmd_rl.ledger import Ledger
+from spmd_rl.config.age_bound import age_bound
 from spmd_rl.orchestrator.dispatcher import Dispatcher
 from spmd_rl.orchestrator.gate import Gate
+from spmd_rl.orchestrator.ledger import Ledger
 from spmd_rl.orchestrator.order import make_order
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.train_path import PathState, TrainPath
 from spmd_rl.orchestrator.train_sink import TrainSink
-from spmd_rl.policy import Policy
 from tests import fakes
 from tests.clock import run_virtual
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from spmd_rl.advantages import grpo, raw, standardized
-from spmd_rl.bounds import age_bound
+from spmd_rl.config.age_bound import age_bound
+from spmd_rl.objective.advantages import grpo, raw, standardized
 from spmd_rl.orchestrator.order import make_order
 from spmd_rl.orchestrator.train_sink import KEPT, TrainSink
 from spmd_rl.types import GuardError

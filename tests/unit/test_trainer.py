@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmd_rl import tiny_model
-from spmd_rl.logprobs import Head, token_logprobs
-from spmd_rl.model import build, head, hidden_states
-from spmd_rl.objective import AGGREGATIONS, Objective
+from spmd_rl.demo import tiny_model
+from spmd_rl.model.causal_lm import build, head, hidden_states
+from spmd_rl.model.logprobs import Head, token_logprobs
 from spmd_rl.objective.corrections import Correction
 from spmd_rl.objective.losses import LOSSES, Limits, Rows, TokenLosses
-from spmd_rl.packing import Packed, pack, select
+from spmd_rl.objective.objective import AGGREGATIONS, Objective
+from spmd_rl.packing.packing import Packed, pack, select
 from spmd_rl.trainer.critic import Credit
 from spmd_rl.trainer.metrics import MEANS
 from spmd_rl.trainer.models import Models

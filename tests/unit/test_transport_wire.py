@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from spmd_rl import packing
-from spmd_rl.transport import (
+from spmd_rl.distributed.transport import (
     FIRST_BYTES,
     HEADER_BYTES,
     MAGIC,
@@ -20,6 +19,7 @@ from spmd_rl.transport import (
     encode,
     header_of,
 )
+from spmd_rl.packing import packing
 from spmd_rl.types import Rollout
 
 WORDS = st.dictionaries(

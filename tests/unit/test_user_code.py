@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.envs import judged
+from spmd_rl.diagnostics.user_code import printable, tell
+from spmd_rl.envs.environment import judged
 from spmd_rl.orchestrator.failure_log import MOST, FailureLog
 from spmd_rl.types import FailedAttempt, Rollout
-from spmd_rl.user_code import printable, tell
 from tests.unit.test_episodes import play
 
 SOURCE = """
 import asyncio, json
-from spmd_rl.envs import judged, take_turn
+from spmd_rl.envs.environment import judged, take_turn
 from spmd_rl.types import Rollout
 
 class Raises:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.bounds import age_bound
-from spmd_rl.orchestrator.report import Report
-from spmd_rl.orchestrator.verdict import RULES, Signals, diagnose
+from spmd_rl.config.age_bound import age_bound
+from spmd_rl.metrics.bottleneck import RULES, Signals, diagnose
+from spmd_rl.metrics.report import Report
 from tests import fakes
 from tests.unit.test_report import step
 

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.version_pin import VersionPin
-from spmd_rl.policy import Policy
 
 
 class Engines:

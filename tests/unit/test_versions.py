@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.engine.native import NativeEngine
-from spmd_rl.engine_thread import EngineThread
-from spmd_rl.episodes import Episodes
-from spmd_rl.model import build
+from spmd_rl.engine.thread import EngineThread
+from spmd_rl.model.causal_lm import build
+from spmd_rl.ranks.episodes import Episodes
 from spmd_rl.types import Completion, GroupWork, Rollout, Sampling, Task
 from tests.unit.families import load, save
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from spmd_rl.config import load
-from spmd_rl.folders import written_aside
+from spmd_rl.files.atomic_folder import written_aside
 from spmd_rl.orchestrator.ship_hold import may_ship
 from spmd_rl.weights.disk import FILE, DiskReceiver, DiskSender, folder_of
 from spmd_rl.weights.wire import Received, SendReport

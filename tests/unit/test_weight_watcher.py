@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
+from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.weight_watcher import WeightWatcher
-from spmd_rl.policy import Policy
 from tests.clock import run_virtual
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from spmd_rl.workers import TimedOut, WorkerDied, Workers
+from spmd_rl.processes.workers import TimedOut, WorkerDied, Workers
 from tests.unit import cold_jobs, jobs
 
 
@@ -136,7 +136,7 @@ def test_a_cancelled_call_frees_its_place():
 def test_where_there_is_no_prctl_a_process_goes_on_as_long_as_its_parent_is_there():
     code = """
 import ctypes, os, sys
-from spmd_rl.guard import die_with_parent
+from spmd_rl.processes.guard import die_with_parent
 sys.platform, ctypes.CDLL = "darwin", None
 die_with_parent(os.getppid())
 print("alive", flush=True)
@@ -150,7 +150,7 @@ print("dead")
 def test_processes_and_what_they_have_started_die_with_the_one_that_started_them(tmp_path):
     code = """
 import asyncio, sys
-from spmd_rl.workers import Workers
+from spmd_rl.processes.workers import Workers
 from tests.unit import jobs
 async def main():
     workers = Workers(num=2, timeout_s=60.0)

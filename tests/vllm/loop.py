@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from spmd_rl import batch_log, packing
-from spmd_rl.tiny_model import make
+from spmd_rl.demo.tiny_model import make
+from spmd_rl.packing import packing
+from spmd_rl.storage import batch_log
 from spmd_rl.types import Rollout
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from spmd_rl.engine.vllm import VllmEngine
-from spmd_rl.model import build
-from spmd_rl.orchestrator.probe import MOST_DIFFERENCE, assert_agreed
+from spmd_rl.metrics.probe import MOST_DIFFERENCE, assert_agreed
+from spmd_rl.model.causal_lm import build
 from spmd_rl.types import Disagreement, Sampling
 from spmd_rl.weights.layout import manifest
 from tests import probing

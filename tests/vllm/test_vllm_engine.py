@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.demo.tiny_model import VOCAB, random_model
 from spmd_rl.engine.vllm import VllmEngine
-from spmd_rl.model import build
-from spmd_rl.tiny_model import VOCAB, random_model
+from spmd_rl.model.causal_lm import build
 from spmd_rl.types import Completion, Sampling
 from spmd_rl.weights.layout import manifest
 

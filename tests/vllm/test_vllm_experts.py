@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
+from spmd_rl.demo.tiny_model import VOCAB, write_tokenizer
 from spmd_rl.engine.vllm import VllmEngine
-from spmd_rl.model import build
-from spmd_rl.stored_names import original_names
-from spmd_rl.tiny_model import VOCAB, write_tokenizer
-from spmd_rl.trainer.export import export
+from spmd_rl.model.causal_lm import build
+from spmd_rl.model.stored_names import original_names
+from spmd_rl.trainer.hf_folder import export
 from spmd_rl.trainer.ranks import TrainerRanks
 from spmd_rl.types import Sampling
 from spmd_rl.weights.layout import manifest, weights_of

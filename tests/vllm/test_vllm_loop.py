@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_rl import checkpoint
-from spmd_rl.tiny_model import make
+from spmd_rl.demo.tiny_model import make
+from spmd_rl.storage import checkpoint
 from tests import qwen3
 from tests.end_to_end.jobs import CONFIGS, run
 from tests.end_to_end.live_jobs import LiveJob, assert_whole, summary
