@@ -94,7 +94,8 @@ open(sys.argv[2], "w").write(f"{heard} {signals.code}")
 
 def test_a_closed_terminal_asks_and_what_is_then_printed_is_no_error(tmp_path):
     ours, theirs = pty.openpty()
-    argv = [sys.executable, "-c", PROGRAM, str(LIMIT_S), str(tmp_path / "said")]
+    program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); {PROGRAM}"  # the tests may run under nohup
+    argv = [sys.executable, "-c", program.replace("; \n", "\n"), str(LIMIT_S), str(tmp_path / "said")]
     process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     assert b"ready" in os.read(ours, 100)
