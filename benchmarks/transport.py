@@ -23,9 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmd_rl.distributed.transport import Inbox, Kind, Message, Outbox
+from spmd_rl.distributed.mail import Inbox, Outbox
 from spmd_rl.distributed.world import World
 from spmd_rl.packing import packing
+from spmd_rl.packing.messages import AnyMessage, Bye, TrainBatch
 from spmd_rl.types import Rollout
 from tests.ranks import run_worlds
 
@@ -44,7 +45,7 @@ def make_rollouts(num_rollouts: int, num_tokens: int) -> list[Rollout]:
 
 def measure(world: World, num_rollouts: int, num_tokens: int, repeats: int) -> dict[str, Any]:
     """On both ranks; the receiver's answer counts."""
-    received: queue.Queue[Message] = queue.Queue()
+    received: queue.Queue[AnyMessage] = queue.Queue()
     rollouts = make_rollouts(num_rollouts, num_tokens)
     num_bytes = sum(array.nbytes for array in packing.pack(rollouts).arrays().values())
     raw = torch.ones(num_bytes, dtype=torch.uint8)
@@ -54,15 +55,15 @@ def measure(world: World, num_rollouts: int, num_tokens: int, repeats: int) -> d
     if world.rank == SENDER:
         outbox = Outbox(RECEIVER, world.ctl, failed=fail)
     else:
-        inbox = Inbox(SENDER, world.ctl, deliver=received.put, failed=fail)
+        inbox = Inbox(SENDER, world.ctl, deliver=lambda _, message: received.put(message), failed=fail)
 
     def send_packed(some: list[Rollout]) -> None:
-        packed = packing.pack(some)
-        outbox.put(Message(Kind.BATCH, {"words": packed.words}, packed.arrays()))
+        outbox.put(TrainBatch(index=0, save=False, share=packing.pack(some)))
 
     def receive_packed() -> list[Rollout]:
         message = received.get(timeout=LIMIT_S)
-        return packing.unpack(packing.from_arrays(message.arrays, message.words["words"]))
+        assert isinstance(message, TrainBatch)
+        return packing.unpack(message.share)
 
     def check(got: list[Rollout]) -> None:
         assert len(got) == num_rollouts and got[-1].token_ids[-1] == num_tokens - 1
@@ -94,7 +95,7 @@ def measure(world: World, num_rollouts: int, num_tokens: int, repeats: int) -> d
             taken[name].append(time.perf_counter() - start)
     seconds = {name: statistics.median(times[1:]) for name, times in taken.items()}  # the first of each warms up
     if outbox is not None:
-        outbox.put(Message(Kind.STOP))
+        outbox.put(Bye())
         outbox.close(timeout_s=LIMIT_S)
     else:
         inbox.join(timeout_s=LIMIT_S)

@@ -83,12 +83,6 @@ class Scored:
     alone: np.ndarray  # each sequence in a forward of its own, at that temperature
     plain: np.ndarray  # the same at temperature 1
     choices: np.ndarray = field(default_factory=_unknown)  # as an engine's, alone; -1 for last tokens
-    seconds: float = 0.0
-
-    def last(self, num: int) -> Scored:
-        """Of the last tokens alone."""
-        names = ("packed", "alone", "plain", "choices")
-        return replace(self, **{name: getattr(self, name)[-num:] for name in names})
 
 
 def ends_of(packed: Packed) -> list[Rollout]:

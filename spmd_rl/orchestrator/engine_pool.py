@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from spmd_rl.packing.messages import CancelGroup, Message, StartGroup
 from spmd_rl.types import GroupWork, Rollout
 
 
@@ -18,12 +19,11 @@ class EnginePool:
         self,
         *,
         engines: Iterable[int],
-        work: Callable[[int, GroupWork], None],  # start a group on an engine's rank
-        cancel: Callable[[int, GroupWork], None],
+        send: Callable[[int, Message], None],
     ) -> None:
         self.in_flight = dict.fromkeys(engines, 0)  # rollouts, by engine
         self.ended_by = dict.fromkeys(engines, 0)  # rollouts so far, by engine
-        self._work, self._cancel = work, cancel
+        self._send = send
         self._engine_of: dict[tuple[str, int], int] = {}  # by purpose and group, in flight
         self._left: dict[tuple[str, int], int] = {}  # their members that have not ended
 
@@ -32,10 +32,11 @@ class EnginePool:
         self.in_flight[engine] += work.size
         self._engine_of[work.purpose, work.group_id] = engine
         self._left[work.purpose, work.group_id] = work.size
-        self._work(engine, work)
+        self._send(engine, StartGroup(work=work))
 
     def cancel(self, work: GroupWork) -> None:
-        self._cancel(self._engine_of[work.purpose, work.group_id], work)
+        cancel = CancelGroup(first_ticket=work.first_ticket, size=work.size, purpose=work.purpose)
+        self._send(self._engine_of[work.purpose, work.group_id], cancel)
 
     def ended(self, rollout: Rollout) -> None:
         key = (rollout.purpose, rollout.group_id)

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from spmd_rl.metrics.probe import Limits, Sampled, Scored, assert_agreed, behind, compare, ends_of, together
-from spmd_rl.orchestrator.roll_call import RollCall
+from spmd_rl.orchestrator.answers import Answers
+from spmd_rl.packing.messages import Message, ProbeSampled, ProbeScored, SampleProbe, ScoreProbe
 from spmd_rl.packing.packing import Packed
 from spmd_rl.types import Rollout
 
@@ -29,19 +30,16 @@ class Prober:
         *,
         engines: Sequence[int],
         trainers: Sequence[int],
-        sample: Callable[[int, int, int | None], None],  # (engine, number, version to come; None: that of now, in full)
-        score: Callable[[int, Packed], None],  # (number, tokens) by all trainers
+        send: Callable[[int, Message], None],
+        answers: Answers,
         every: int,  # versions; 0: never; AUTO
         limits: Limits,
         recomputes: bool,  # keys and values of running sequences, under new weights
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engines, self._sample, self._score, self._clock = tuple(engines), sample, score, clock
+        self._engines, self._trainers, self._clock = tuple(engines), tuple(trainers), clock
+        self._send, self._answers = send, answers
         self._every, self._limits, self._recomputes = every, limits, recomputes
-        self._samples: dict[int, RollCall[Sampled]] = {
-            engine: RollCall("sampled probe", (engine,)) for engine in engines
-        }
-        self._scores: RollCall[Scored] = RollCall("scored probe", trainers)
         self._number = 0
         self._turn = 0
         self._beside: list[Rollout] = []  # a short and a long sequence
@@ -50,17 +48,10 @@ class Prober:
         self.sampled_tokens = 0  # by engines for probes
         self.in_flight = 0  # engines that sample
 
-    # ---- answers
-
-    def sampled(self, number: int, rank: int, num_tokens: int, sampled: Sampled) -> None:
-        self.sampled_tokens += num_tokens
+    def sampled(self, answer: ProbeSampled) -> None:
+        """An engine has sampled what it was asked for."""
+        self.sampled_tokens += answer.num_tokens
         self.in_flight -= 1
-        self._samples[rank].answer(number, rank, sampled)
-
-    def scored(self, number: int, rank: int, scored: Scored) -> None:
-        self._scores.answer(number, rank, scored)
-
-    # ---- probes
 
     async def at_start(self, version: int) -> dict[str, float]:
         """Every engine, in full, before anything is trained.  Waits for engines and trainers; the worst as metrics."""
@@ -68,7 +59,7 @@ class Prober:
         asked = [(self._ask(engine, None), engine) for engine in self._engines]
         compared: list[dict[str, float]] = []
         for number, engine in asked:
-            (sampled,) = await self._samples[engine].all(number)
+            sampled = await self._sampled(number, engine)
             self._beside = ends_of(sampled.packed)
             self._score(number, sampled.packed)
             values, _ = await self._compare(number, sampled, version)
@@ -89,7 +80,7 @@ class Prober:
     async def sample(self, version: int) -> tuple[int, Sampled]:
         """What an engine sampled at a planned version, which the trainers now score next.  Waits for the engine."""
         number, engine = self._due.pop(version)
-        (sampled,) = await self._samples[engine].all(number)
+        sampled = await self._sampled(number, engine)
         self._score(number, behind(self._beside, sampled.packed))
         return number, sampled
 
@@ -103,7 +94,7 @@ class Prober:
     async def ended(self) -> None:
         """Waits for what is sampled at a version that nothing is trained at."""
         for number, engine in self._due.values():
-            await self._samples[engine].all(number)
+            await self._sampled(number, engine)
         self._due.clear()
 
     def _is_due(self, version: int) -> bool:
@@ -114,13 +105,25 @@ class Prober:
     def _ask(self, engine: int, version: int | None) -> int:
         self._number += 1
         self.in_flight += 1
-        self._sample(engine, self._number, version)
+        self._send(engine, SampleProbe(number=self._number, version=version))
         return self._number
+
+    async def _sampled(self, number: int, engine: int) -> Sampled:
+        (answer,) = await self._answers.all(ProbeSampled, number, (engine,))
+        return Sampled(rank=engine, packed=answer.sequences, scores=answer.scores, choices=answer.choices)
+
+    def _score(self, number: int, sequences: Packed) -> None:
+        for rank in self._trainers:
+            self._send(rank, ScoreProbe(number=number, sequences=sequences))
 
     async def _compare(self, number: int, sampled: Sampled, version: int) -> tuple[dict[str, float], float]:
         """Metrics, and the seconds that the trainers took."""
-        scored = await self._scores.all(number)
-        own = [one.last(len(sampled.packed.token_ids)) for one in scored]
+        answers = await self._answers.all(ProbeScored, number, self._trainers)
+        num = len(sampled.packed.token_ids)  # the last: before them is what stood beside
+        own = [
+            Scored(packed=one.packed[-num:], alone=one.alone[-num:], plain=one.plain[-num:], choices=one.choices[-num:])
+            for one in answers
+        ]
         values = compare(sampled, own, version=version, limits=self._limits, recomputes=self._recomputes)
         assert_agreed(values, rank=sampled.rank, version=version, limits=self._limits)
-        return values, max(s.seconds for s in scored)
+        return values, max(answer.seconds for answer in answers)

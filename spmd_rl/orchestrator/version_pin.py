@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from spmd_rl.orchestrator.answers import Answers
 from spmd_rl.orchestrator.policy import Policy
-from spmd_rl.orchestrator.roll_call import RollCall
+from spmd_rl.packing.messages import Message, PinVersion, VersionPinned
 
 
 class VersionPin:
@@ -24,33 +25,33 @@ class VersionPin:
         self,
         *,
         engines: Sequence[int],  # ranks
-        ask: Callable[[int, int | None], None],  # (number of the question, hold above this version; None: let go)
+        send: Callable[[int, Message], None],
+        answers: Answers,
         policy: Policy,
     ) -> None:
-        self._send, self._policy = ask, policy
-        self._answers: RollCall[tuple[int, float]] = RollCall("pin", engines)
+        self._engines, self._send, self._answers, self._policy = engines, send, answers, policy
         self._number = 0
         self.stall_s = 0.0  # that weights waited in the last hold, at the engine where they waited longest
-
-    def answered(self, number: int, rank: int, version: int, held_s: float) -> None:
-        self._answers.answer(number, rank, (version, held_s))
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[int]:
         """Waits for all engines to be at one version, and the policy too."""
         try:
-            versions = [version for version, _ in await self._ask(self._policy.version)]
+            versions = [answer.version for answer in await self._ask(self._policy.version)]
             if min(versions) < max(versions):
                 await self._ask(max(versions))
             await self._policy.reached(max(versions))
             yield max(versions)
         except BaseException:  # a cancellation too: no engine may be left holding weights; it is raised again
-            self._number += 1
-            self._send(self._number, None)
+            self._tell(None)
             raise
-        self.stall_s = max(held_s for _, held_s in await self._ask(None))
+        self.stall_s = max(answer.held_s for answer in await self._ask(None))
 
-    async def _ask(self, upto: int | None) -> list[tuple[int, float]]:
+    async def _ask(self, upto: int | None) -> list[VersionPinned]:
+        self._tell(upto)
+        return await self._answers.all(VersionPinned, self._number, self._engines)
+
+    def _tell(self, upto: int | None) -> None:
         self._number += 1
-        self._send(self._number, upto)
-        return await self._answers.all(self._number)
+        for engine in self._engines:
+            self._send(engine, PinVersion(number=self._number, upto=upto))

@@ -20,11 +20,11 @@ from spmd_rl.files import tensor_file
 from spmd_rl.packing.buffers import Buffers, aligned
 from spmd_rl.types import Rollout
 
-PER_TOKEN = {
+PER_TOKEN = {  # in the order of the fields of Packed, as what follows: so a message carries them from where they lie
     "token_ids": np.int32,
+    "loss_mask": np.bool_,
     "behavior_logprobs": np.float32,
     "versions": np.int32,
-    "loss_mask": np.bool_,
 }
 PER_ROLLOUT = {
     "ticket": np.int64,
@@ -40,14 +40,17 @@ PER_ROLLOUT = {
 GIVEN = {"advantage": np.float32, "usable": np.bool_, "minibatch": np.int32}  # by the batch, one a rollout
 DTYPES = {**PER_TOKEN, **PER_ROLLOUT, **GIVEN, "cu_seqlens": np.int64}
 WORDS = ("env", "task_id", "purpose", "finish_reason", "error", "reward_parts", "segments")
+_WORDS = frozenset(WORDS)
 _memory = Buffers()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """n rollouts of T tokens in all; rollout i has the tokens cu_seqlens[i] … cu_seqlens[i + 1]."""
+    """n rollouts of T tokens in all; rollout i has the tokens cu_seqlens[i] … cu_seqlens[i + 1].
 
-    cu_seqlens: np.ndarray  # [n + 1] int64
+    Raises ValueError where the arrays do not fit together.
+    """
+
     token_ids: np.ndarray  # [T] int32
     loss_mask: np.ndarray  # [T] bool
     behavior_logprobs: np.ndarray  # [T] float32
@@ -64,7 +67,23 @@ class Packed:
     advantage: np.ndarray  # [n] float32, 0 where there is none
     usable: np.ndarray  # [n] bool, False = trains nothing and is in no denominator
     minibatch: np.ndarray  # [n] int32, which optimizer step of a pass over its batch it is in
+    cu_seqlens: np.ndarray  # [n + 1] int64
     words: dict[str, list]  # the fields of WORDS, [n] each
+
+    def __post_init__(self) -> None:
+        num, total, ends = len(self.ticket), len(self.token_ids), self.cu_seqlens
+        fits = (
+            all(len(getattr(self, name)) == num for name in (*PER_ROLLOUT, *GIVEN))
+            and self.words.keys() == _WORDS
+            and all(len(column) == num for column in self.words.values())
+            and all(len(getattr(self, name)) == total for name in PER_TOKEN)
+            and len(ends) == num + 1
+            and ends[0] == 0
+            and ends[-1] == total
+            and (num == 1 or bool((ends[1:] >= ends[:-1]).all()))
+        )
+        if not fits:
+            raise ValueError(f"packed rollouts: arrays of {num} rollouts and {total} tokens do not fit together")
 
     def __len__(self) -> int:
         return len(self.ticket)
@@ -99,27 +118,6 @@ def unpack(packed: Packed) -> list[Rollout]:
     return list(map(Rollout, *(columns[f.name] for f in dataclasses.fields(Rollout))))
 
 
-def from_arrays(arrays: Mapping[str, np.ndarray], words: dict[str, list]) -> Packed:
-    """Build from received or loaded arrays; ValueError when they do not fit together."""
-    if wrong := (arrays.keys() ^ DTYPES.keys()) | (words.keys() ^ set(WORDS)):
-        raise ValueError(f"packed rollouts: {sorted(wrong)} are missing or unknown")
-    packed = Packed(**arrays, words=words)
-    num, total = len(packed), len(packed.token_ids)
-    cu_seqlens = packed.cu_seqlens
-    fits = (
-        all(len(arrays[name]) == num for name in (*PER_ROLLOUT, *GIVEN))
-        and all(len(column) == num for column in words.values())
-        and all(len(arrays[name]) == total for name in PER_TOKEN)
-        and len(cu_seqlens) == num + 1
-        and cu_seqlens[0] == 0
-        and cu_seqlens[-1] == total
-        and bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
-    )
-    if not fits:
-        raise ValueError(f"packed rollouts: arrays of {num} rollouts and {total} tokens do not fit together")
-    return packed
-
-
 def save(packed: Packed, path: Path) -> None:
     """Write `path` as safetensors, with the words as JSON in its metadata."""
     words = [dict(zip(packed.words, row, strict=True)) for row in zip(*packed.words.values(), strict=True)]
@@ -135,7 +133,7 @@ def load(path: Path) -> Packed:
         with safe_open(path, "numpy") as file:
             rows = json.loads(file.metadata()["words"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        packed = from_arrays(arrays, {name: [row[name] for row in rows] for name in WORDS})
+        packed = Packed(**arrays, words={name: [row[name] for row in rows] for name in WORDS})
         if other := [name for name, dtype in DTYPES.items() if arrays[name].dtype != dtype]:
             raise ValueError(f"{other[0]} is {arrays[other[0]].dtype}")
     except Exception as error:  # whatever it is, the file is to blame

@@ -12,28 +12,48 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from typing import assert_never
 
 import numpy as np
 
 from spmd_rl.config import Config
 from spmd_rl.distributed.liveness import Liveness
+from spmd_rl.distributed.mail import Mail, farewell
 from spmd_rl.distributed.stop_signals import StopSignals
-from spmd_rl.distributed.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.distributed.world import World
 from spmd_rl.engine.thread import EngineThread
 from spmd_rl.envs.environment import Environment
 from spmd_rl.model.causal_lm import distances, load_config, vocab_size
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.packing import packing
+from spmd_rl.packing.messages import (
+    AskCounters,
+    AttemptFailed,
+    Bye,
+    CancelGroup,
+    Counters,
+    FromEngine,
+    LoadFromDisk,
+    MayLoad,
+    PinVersion,
+    ProbeSampled,
+    RolloutFinished,
+    SampleProbe,
+    StartGroup,
+    StopRequested,
+    ToEngine,
+    VersionPinned,
+    WeightsLoaded,
+)
 from spmd_rl.ranks.build_engine import build_engine, make_receiver
 from spmd_rl.ranks.episodes import Episodes
 from spmd_rl.ranks.probe_sampler import BEFORE_SWAP, ProbeSampler
 from spmd_rl.storage.run_dir import RunDir
-from spmd_rl.types import FailedAttempt, GroupWork, Rollout, Sampling, Task
+from spmd_rl.types import FailedAttempt, Rollout, Sampling
 from spmd_rl.weights.disk import DiskReceiver
 from spmd_rl.weights.wire import Fetch
 
-Send = Callable[[Message], None]
+Send = Callable[[FromEngine], None]
 
 
 class InferenceRank:
@@ -77,7 +97,7 @@ class InferenceRank:
             tokenizer,
             self._engine,
             self._finished,
-            lambda attempt: send(Message(Kind.FAILED, asdict(attempt))),
+            lambda attempt: send(AttemptFailed(attempt=attempt)),
         )
         self._sampler = ProbeSampler(
             engine=self._engine,
@@ -94,34 +114,36 @@ class InferenceRank:
         )
         self._receiver.start()
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: ToEngine) -> None:
         """What rank 0 asks for."""
-        match message.kind:
-            case Kind.WORK:
-                self._episodes.start(work_from(message))
-            case Kind.CANCEL:
-                self._episodes.cancel(range(*message.words["tickets"]), message.words["purpose"])
-            case Kind.SAMPLE:
-                self._start_probe(message.words["number"], message.words["version"])
-            case Kind.SWAP if isinstance(self._receiver, DiskReceiver):
-                self._receiver.take(message.words["version"], message.words["checksums"])
-            case Kind.SWAP:
+        match message:
+            case StartGroup(work=work):
+                self._episodes.start(work)
+            case CancelGroup(first_ticket=first, size=size, purpose=purpose):
+                self._episodes.cancel(range(first, first + size), purpose)
+            case SampleProbe(number=number, version=version):
+                self._start_probe(number, version)
+            case LoadFromDisk(version=version, checksums=checksums):
+                assert isinstance(self._receiver, DiskReceiver)
+                self._receiver.take(version, checksums)
+            case MayLoad():
                 self._may_swap.release()
-            case Kind.PIN:
-                number = message.words["number"]
-                self._engine.pin(message.words["upto"], lambda version, held_s: self._pinned(number, version, held_s))
-            case Kind.STATS:
-                self._send(Message(Kind.STATS, {"number": message.words["number"], "stats": self._counts()}))
-            case Kind.STOP:
+            case PinVersion(number=number, upto=upto):
+                self._engine.pin(upto, partial(self._pinned, number))
+            case AskCounters(number=number):
+                self._send(Counters(number=number, counts=self._counts()))
+            case Bye():
                 self.stopped.set()
+            case _:
+                assert_never(message)
 
     def close(self, timeout_s: float) -> None:
-        """After STOP and the senders' end."""
+        """After Bye and the senders' end."""
         self._engine.close(timeout_s)
         self._may_swap.release()
         self._receiver.join(timeout_s=timeout_s)
 
-    def _counts(self) -> dict[str, float]:
+    def _counts(self) -> dict[str, int | float]:
         engine, stats = self._engine.engine, self._engine.stats
         return {
             **asdict(stats),
@@ -130,8 +152,7 @@ class InferenceRank:
         }
 
     def _finished(self, rollout: Rollout) -> None:
-        packed = packing.pack([rollout])
-        self._send(Message(Kind.ROLLOUT, {"words": packed.words}, packed.arrays()))
+        self._send(RolloutFinished(rollout=packing.pack([rollout])))
 
     def _start_probe(self, number: int, version: int | None) -> None:
         """Of a version to come in small, or of the one that is there in full: rank 0 hears what was sampled."""
@@ -151,10 +172,15 @@ class InferenceRank:
         else:
             await arrived.wait()
             sample = await self._sampler.at(version)
-        packed = packing.pack(sample.rollouts, np.ones(len(sample.rollouts), np.float32))
-        words = {"number": number, "version": self._engine.version, "num_tokens": sample.num_tokens}
-        arrays = packed.arrays() | {"scores": sample.scores, "choices": sample.choices}
-        self._send(Message(Kind.SAMPLED, {**words, "words": packed.words}, arrays))
+        answer = ProbeSampled(
+            number=number,
+            version=self._engine.version,
+            num_tokens=sample.num_tokens,
+            sequences=packing.pack(sample.rollouts, np.ones(len(sample.rollouts), np.float32)),
+            scores=sample.scores,
+            choices=sample.choices,
+        )
+        self._send(answer)
 
     def _probe_ended(self, task: asyncio.Task[None]) -> None:
         self._probing.discard(task)
@@ -162,7 +188,7 @@ class InferenceRank:
             self._live.failed(error)
 
     def _pinned(self, number: int, version: int, held_s: float) -> None:  # on the engine's thread
-        message = Message(Kind.PINNED, {"number": number, "version": version, "held_s": held_s})
+        message = VersionPinned(number=number, version=version, held_s=held_s)
         self._loop.call_soon_threadsafe(self._send, message)
 
     def _weights_arrived(self, version: int, fetch: Fetch) -> None:
@@ -180,9 +206,10 @@ class InferenceRank:
         def swapped(pause_s: float) -> None:  # on the engine's thread
             self._receiver.release(version)
             received = fetch()
-            words = {"version": version, "checksums": received.checksums, "receive_s": received.receive_s}
-            words["pause_s"] = pause_s
-            self._loop.call_soon_threadsafe(self._send, Message(Kind.LOADED, words))
+            loaded = WeightsLoaded(
+                version=version, checksums=received.checksums, receive_s=received.receive_s, pause_s=pause_s
+            )
+            self._loop.call_soon_threadsafe(self._send, loaded)
 
         self._arrived, after = version, 0
         if (arrived := self._to_probe.pop(version, None)) is not None:
@@ -245,34 +272,20 @@ async def run_inference(
         config=config,
         run_dir=run_dir,
         live=live,
-        send=lambda message: outbox.put(message),
+        send=lambda message: mail.send(0, message),
         environments=environments,
     )
-    outbox = Outbox(peer=0, group=world.ctl, failed=live.lost, depth=1 << 16)
-    inbox = Inbox(
-        peer=0,
+    mail = Mail(
+        peers=(0,),
         group=world.ctl,
-        deliver=lambda message: loop.call_soon_threadsafe(rank.handle, message),
+        deliver=lambda peer, message: loop.call_soon_threadsafe(rank.handle, message),
         failed=live.lost,
     )
-    signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
+    signals.on_first(lambda number: mail.send(0, StopRequested(signal=number)))
     live.progress("waiting for work")
     live.watch(loop)
     await rank.stopped.wait()
     live.watch(None)
     live.progress("ending")
     rank.close(config.run.shutdown_s)
-    outbox.put(Message(Kind.STOP))
-    outbox.close(timeout_s=config.run.shutdown_s)
-    inbox.join(timeout_s=config.run.shutdown_s)
-
-
-def work_message(work: GroupWork) -> Message:
-    """For `work_from` on the engine's rank."""
-    task = {"env": work.task.env, "task_id": work.task.task_id, "data": dict(work.task.data)}
-    words = {name: getattr(work, name) for name in ("group_id", "first_ticket", "size", "version", "purpose")}
-    return Message(Kind.WORK, {**words, "task": task})
-
-
-def work_from(message: Message) -> GroupWork:
-    return GroupWork(**{**message.words, "task": Task(**message.words["task"])})
+    farewell(mail, timeout_s=config.run.shutdown_s)

@@ -51,9 +51,9 @@ from spmd_rl.processes.guard import die_with_parent
 from spmd_rl.ranks.build_engine import check_engine, check_lengths, device_bytes, memory_warnings
 from spmd_rl.ranks.build_tasks import Tasks, load_environments, make_tasks
 from spmd_rl.ranks.build_trainer import check_model
-from spmd_rl.ranks.engine_worker_rank import run_member
+from spmd_rl.ranks.engine_worker_rank import run_engine_worker
 from spmd_rl.ranks.inference_rank import run_inference
-from spmd_rl.ranks.orchestrator_rank import run_orchestrator
+from spmd_rl.ranks.orchestrator_rank import OrchestratorRank
 from spmd_rl.ranks.rank_facts import compare_files, compare_programs
 from spmd_rl.ranks.resume import go_on, starting_point
 from spmd_rl.ranks.trainer_rank import run_trainer
@@ -139,28 +139,38 @@ def _play(world: World, config: Config, start: Start, file: Summary, live: Liven
     run_dir = RunDir(start.run_dir)
     match world.role:
         case "inference" if world.leads:
-            life = run_orchestrator(
-                world,
-                config,
-                run_dir,
-                live,
-                signals,
-                start.version,
-                start.restored,
-                start.tasks,
-                start.facts,
-                start.environments,
-                file,
-            )
+            life = _orchestrate(world, config, start, file, live, signals)
             world.store.set("exit code", str(_turn(life, live)))
         case "inference":
             _turn(run_inference(world, config, run_dir, live, signals, start.environments), live)
         case "member":
-            run_member(world, config, run_dir, live, signals)
+            run_engine_worker(world, config, run_dir, live, signals)
         case "trainer":
             run_trainer(world, config, run_dir, live, signals, start.version, start.restored)
     live.progress("waiting for the end of rank 0")
     return agreed_code(world.store)
+
+
+async def _orchestrate(
+    world: World, config: Config, start: Start, file: Summary, live: Liveness, signals: StopSignals
+) -> int:
+    assert start.tasks is not None and start.facts is not None
+    rank = OrchestratorRank(
+        world=world,
+        config=config,
+        run_dir=RunDir(start.run_dir),
+        live=live,
+        signals=signals,
+        version=start.version,
+        tasks=start.tasks,
+        facts=start.facts,
+        environments=start.environments,
+        file=file,
+        resumed=start.restored is not None,
+    )
+    if start.restored:
+        rank.restore(start.version, start.restored)
+    return await rank.run()
 
 
 def _agree(meeting: Meeting, world: World, config: Config, name: str) -> Start:

@@ -10,18 +10,36 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import assert_never
 
 from spmd_rl.config import Config
 from spmd_rl.distributed.liveness import Liveness
+from spmd_rl.distributed.mail import Mail, farewell
 from spmd_rl.distributed.stop_signals import StopSignals
-from spmd_rl.distributed.transport import Inbox, Kind, Message, Outbox
 from spmd_rl.distributed.world import World
 from spmd_rl.files import disk_space
 from spmd_rl.model.causal_lm import engine_dtype, exact_dtype
 from spmd_rl.packing import packing
+from spmd_rl.packing.messages import (
+    BatchRefused,
+    Bye,
+    CheckpointWritten,
+    Files,
+    FinishTraining,
+    FromTrainer,
+    ProbeScored,
+    ScoreProbe,
+    StepDone,
+    StopRequested,
+    ToTrainer,
+    TrainBatch,
+    TrainingFinished,
+    WeightsSent,
+)
 from spmd_rl.ranks.build_trainer import make_trainer
 from spmd_rl.storage import checkpoint
 from spmd_rl.storage.run_dir import RunDir
@@ -32,12 +50,14 @@ from spmd_rl.weights.layout import manifest
 from spmd_rl.weights.sender import WeightSender
 from spmd_rl.weights.wire import SendReport
 
+Send = Callable[[FromTrainer], None]
+
 
 class TrainerRank:
     """One rank's share of the trainer.  All trainer ranks call its methods together."""
 
-    def __init__(self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, outbox: Outbox) -> None:
-        self._world, self._config, self._run_dir, self._live, self._outbox = world, config, run_dir, live, outbox
+    def __init__(self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, send: Send) -> None:
+        self._world, self._config, self._run_dir, self._live, self._send = world, config, run_dir, live, send
         self.version = 0
         self._gave_up = False  # on the batch of this version, before it moved a weight: nothing more is trained
         self._written = threading.Event()  # the newest checkpoint, if any, is on disk and rank 0 was told
@@ -62,13 +82,32 @@ class TrainerRank:
         self._trainer.models.refresh()
         return self._sender.publish(self.version) if self._sender else 0.0
 
-    def handle(self, message: Message, waited_s: float) -> None:
-        """What rank 0 asks for, but STOP."""
-        match message.kind:
-            case Kind.PROBE if not self._gave_up:
-                self._score_probe(message)
-            case Kind.BATCH if not self._gave_up:
-                self._train(message, waited_s)
+    def run(self, messages: queue.Queue[ToTrainer]) -> None:
+        """Publish the first weights, then do what rank 0 asks for until it says Bye."""
+        self.publish()
+        ended = False
+        while not ended:
+            self._live.progress("waiting for a batch")
+            start = time.monotonic()
+            message = messages.get()
+            ended = self.handle(message, time.monotonic() - start)
+
+    def handle(self, message: ToTrainer, waited_s: float) -> bool:
+        """Do what rank 0 asks for; True once it has said Bye."""
+        match message:
+            case TrainBatch():
+                if not self._gave_up:
+                    self._train(message, waited_s)
+            case ScoreProbe():
+                if not self._gave_up:
+                    self._score_probe(message)
+            case FinishTraining(export=export, save=save):
+                self.finish(export=export, save=save)
+            case Bye():
+                return True
+            case _:
+                assert_never(message)
+        return False
 
     def finish(self, *, export: bool, save: bool) -> None:
         """The model as a Hugging Face folder, the last checkpoint; then the engines learn that this is the end."""
@@ -80,21 +119,21 @@ class TrainerRank:
                 self._live.progress("exporting the adapter", writes=self._run_dir.adapter)
                 self._trainer.export_adapter(self._run_dir.adapter, source)
         if save:
-            self._save(final=True)
+            self._save(TrainingFinished)
             self._saved()
         else:
-            self._reply(Kind.SAVED, final=True, files={})
+            self._send(TrainingFinished(version=self.version, files={}))
         if self._sender:
             self._sender.close()
 
-    def _train(self, message: Message, waited_s: float) -> None:
+    def _train(self, message: TrainBatch, waited_s: float) -> None:
         """One batch: step, publish, tell rank 0; then what may come after a step."""
-        index = message.words["index"]
+        index = message.index
         if index != self.version:
             raise RuntimeError(f"batch {index} arrived at version {self.version}")
         self._live.progress(f"training batch {index}")
         start = time.monotonic()
-        share = packing.by_segment(packing.from_arrays(message.arrays, message.words["words"]))
+        share = packing.by_segment(message.share)
         num_steps = self._trainer.num_steps
         try:
             stepped = self._trainer.step(share, index)
@@ -104,54 +143,53 @@ class TrainerRank:
             if not isinstance(error, GuardError) or self._trainer.num_steps != num_steps:
                 raise  # the weights are of no version
             self._gave_up = True
-            self._reply(Kind.GAVE_UP, text="".join(traceback.format_exception(error)).rstrip())
+            text = "".join(traceback.format_exception(error)).rstrip()
+            self._send(BatchRefused(version=self.version, text=text))
             return
         metrics = {f"trainer/{name}": value for name, value in stepped.items()}
         self.version += 1
         metrics["trainer/hold_s"] = self.publish()
         metrics["trainer/step_s"] = time.monotonic() - start
         metrics["trainer/wait_s"] = waited_s
-        self._reply(Kind.STEP, metrics=metrics)
-        if message.words["save"]:
-            self._save(final=False)
+        self._send(StepDone(version=self.version, metrics=metrics))
+        if message.save:
+            self._save(CheckpointWritten)
 
-    def _score_probe(self, message: Message) -> None:
+    def _score_probe(self, message: ScoreProbe) -> None:
         """What an engine sampled at this version."""
         self._live.progress(f"scoring the probe at version {self.version}")
         start = time.monotonic()
-        share = packing.from_arrays(message.arrays, message.words["words"])
-        scores = self._trainer.score_probe(share)
-        words = {"number": message.words["number"], "version": self.version, "seconds": time.monotonic() - start}
-        self._outbox.put(Message(Kind.PROBED, words, scores))
+        scores = self._trainer.score_probe(message.sequences)
+        seconds = time.monotonic() - start
+        self._send(ProbeScored(number=message.number, version=self.version, seconds=seconds, **scores))
 
-    def _save(self, *, final: bool) -> None:
+    def _save(self, answer: type[CheckpointWritten | TrainingFinished]) -> None:
         """Returns once the state is copied; rank 0 hears when it is on disk."""
         self._saved()
         folder = checkpoint.aside(self._run_dir.checkpoints, self.version) / "trainer"
         self._live.progress(f"saving version {self.version}", writes=folder)
         self._written.clear()
         saving = checkpoint.save_trainer(self._trainer.state_dict(), folder, self._world.ckpt)
-        saving.add_done_callback(partial(self._tell_saved, {"version": self.version, "final": final}, folder))
+        saving.add_done_callback(partial(self._tell_saved, answer, self.version, folder))
 
     def _saved(self) -> None:
         """Wait for the newest checkpoint: there is one at a time."""
         self._live.progress("writing a checkpoint", writes=self._run_dir.checkpoints)
         self._written.wait()
 
-    def _tell_saved(self, words: dict[str, int | bool], folder: Path, saving: Future[None]) -> None:
+    def _tell_saved(
+        self, answer: type[CheckpointWritten | TrainingFinished], version: int, folder: Path, saving: Future[None]
+    ) -> None:
         """On the thread that wrote it; what is raised here nobody would hear of."""
         try:
             saving.result()
             index = self._world.trainer_ranks.index(self._world.rank)
-            files = checkpoint.sums(folder, index, read=self._live.reads_back)
+            files: Files = checkpoint.sums(folder, index, read=self._live.reads_back)
         except BaseException as error:
             self._live.failed(disk_space.blamed(error, self._run_dir.checkpoints))
             return
-        self._outbox.put(Message(Kind.SAVED, {**words, "files": files}))
+        self._send(answer(version=version, files=files))
         self._written.set()
-
-    def _reply(self, kind: Kind, **words: object) -> None:
-        self._outbox.put(Message(kind, {"version": self.version, **words}))
 
     def _make_sender(self) -> WeightSender | AdapterSender | DiskSender | None:
         world, weights, models = self._world, self._config.weights, self._trainer.models
@@ -185,8 +223,16 @@ class TrainerRank:
         return WeightSender(**common, parameters=parameters, delta=delta, anchor_every=anchor_every)
 
     def _sent(self, report: SendReport) -> None:
-        words = {name: getattr(report, name) for name in ("version", "sent_bytes", "send_s", "update_norm")}
-        self._outbox.put(Message(Kind.SENT, {**words, "checksums": list(report.checksums)}))
+        """On the sender's thread."""
+        self._send(
+            WeightsSent(
+                version=report.version,
+                checksums=list(report.checksums),
+                sent_bytes=report.sent_bytes,
+                send_s=report.send_s,
+                update_norm=report.update_norm,
+            )
+        )
 
 
 def run_trainer(
@@ -198,24 +244,15 @@ def run_trainer(
     version: int,
     restored: Path | None,
 ) -> None:
-    """Until rank 0 says stop.  Starts with `version`, of the checkpoint in `restored` where there is one."""
-    messages: queue.Queue[Message] = queue.Queue()
-    outbox = Outbox(peer=0, group=world.ctl, failed=live.lost)
-    inbox = Inbox(peer=0, group=world.ctl, deliver=messages.put, failed=live.lost)
-    signals.on_first(lambda number: outbox.put(Message(Kind.ASKED, {"signal": number})))
-    rank = TrainerRank(world=world, config=config, run_dir=run_dir, live=live, outbox=outbox)
+    """Until rank 0 says Bye.  Starts with `version`, of the checkpoint in `restored` where there is one."""
+    messages: queue.Queue[ToTrainer] = queue.Queue()
+    mail = Mail(peers=(0,), group=world.ctl, deliver=lambda peer, message: messages.put(message), failed=live.lost)
+    signals.on_first(lambda number: mail.send(0, StopRequested(signal=number)))
+    rank = TrainerRank(
+        world=world, config=config, run_dir=run_dir, live=live, send=lambda message: mail.send(0, message)
+    )
     if restored:
         rank.restore(version, restored)
-    rank.publish()
-    while True:
-        live.progress("waiting for a batch")
-        start = time.monotonic()
-        message = messages.get()
-        if message.kind == Kind.STOP:
-            break
-        rank.handle(message, time.monotonic() - start)
-    rank.finish(export=message.words["export"], save=message.words["save"])
+    rank.run(messages)
     live.progress("ending")
-    outbox.put(Message(Kind.STOP))
-    outbox.close(timeout_s=config.run.shutdown_s)
-    inbox.join(timeout_s=config.run.shutdown_s)
+    farewell(mail, timeout_s=config.run.shutdown_s)

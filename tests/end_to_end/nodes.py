@@ -34,7 +34,8 @@ class Nodes:
         self._cables = [f"sp{index}-{os.getpid()}" for index in range(2)]
         self._venv = folder / "venv"  # this environment, as scripts/setup would have made it
         self._venv.mkdir()
-        (self._venv / "bin").symlink_to(Path(sys.prefix) / "bin")
+        for name in ("bin", "lib", "pyvenv.cfg"):
+            (self._venv / name).symlink_to(Path(sys.prefix) / name)
         shutil.copy(ROOT / "pyproject.toml", self._venv / ".installed")
 
     def __enter__(self) -> Nodes:

@@ -100,7 +100,7 @@ def test_segments_are_trained_as_sequences_with_the_reward_of_their_rollout(tmp_
     bounds = [len(whole.rollout.token_ids), split.rollout.segments[0]]
     assert parts.cu_seqlens.tolist() == [0, bounds[0], sum(bounds), len(packed.token_ids)]
     assert not parts.loss_mask[parts.cu_seqlens[:-1]].any()  # each begins with a prompt
-    restored = packing.unpack(packing.from_arrays(packed.arrays(), packed.words))[1]
+    restored = packing.unpack(packed)[1]
     assert restored.segments == split.rollout.segments
     assert packing.by_segment(packing.pack([whole.rollout])).ticket.tolist() == [3]
 

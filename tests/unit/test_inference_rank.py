@@ -9,8 +9,16 @@ import torch
 
 from spmd_rl import config
 from spmd_rl.demo.tiny_model import make, random_model
-from spmd_rl.distributed.transport import Kind, Message
 from spmd_rl.packing import packing
+from spmd_rl.packing.messages import (
+    AskCounters,
+    Counters,
+    LoadFromDisk,
+    Message,
+    ProbeSampled,
+    SampleProbe,
+    WeightsLoaded,
+)
 from spmd_rl.ranks.inference_rank import InferenceRank
 from spmd_rl.storage.run_dir import RunDir
 from spmd_rl.types import Rollout
@@ -20,17 +28,13 @@ from spmd_rl.weights.disk import folder_of
 ROOT = Path(__file__).parents[2]
 
 
-def take(version: int, run_dir: RunDir) -> Message:
+def take(version: int, run_dir: RunDir) -> LoadFromDisk:
     """The word that a version lies there; its weights are those of that seed."""
     model = random_model(version)
     model.save_pretrained(folder_of(run_dir.weights, version))
     named = dict(model.named_parameters())
     checksums = [int(tensor_checksum(named[name].detach())) for name in sorted(named)]
-    return Message(Kind.SWAP, {"version": version, "checksums": checksums})
-
-
-def asked(number: int, version: int | None) -> Message:
-    return Message(Kind.SAMPLE, {"number": number, "version": version})
+    return LoadFromDisk(version=version, checksums=checksums)
 
 
 def test_an_engine_samples_for_the_probe_at_the_version_that_is_asked_for(tmp_path):
@@ -40,7 +44,7 @@ def test_an_engine_samples_for_the_probe_at_the_version_that_is_asked_for(tmp_pa
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
 
-    async def main() -> dict[int, Message]:
+    async def main() -> dict[int, ProbeSampled]:
         answers: asyncio.Queue[Message | BaseException] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         rank = InferenceRank(
@@ -56,23 +60,23 @@ def test_an_engine_samples_for_the_probe_at_the_version_that_is_asked_for(tmp_pa
         )
         sampled = {}
 
-        async def answered(kind: Kind) -> Message:
+        async def answered(kind: type[Message]):
             answer = await asyncio.wait_for(answers.get(), 60.0)
-            assert getattr(answer, "kind", answer) == kind
+            assert isinstance(answer, kind), answer
             return answer
 
         for version in range(3):
             if version == 1:
-                rank.handle(asked(1, version))
+                rank.handle(SampleProbe(number=1, version=version))
             rank.handle(take(version, run_dir))
-            assert (await answered(Kind.LOADED)).words["version"] == version
+            assert (await answered(WeightsLoaded)).version == version
             if version != 1:
-                rank.handle(asked(version, version or None))
-            sampled[version] = await answered(Kind.SAMPLED)
-            assert (sampled[version].words["number"], sampled[version].words["version"]) == (version, version)
-        rank.handle(Message(Kind.STATS, {"number": 9}))
-        counted = (await answered(Kind.STATS)).words["stats"]["tokens"]
-        assert counted == sum(answer.words["num_tokens"] for answer in sampled.values())
+                rank.handle(SampleProbe(number=version, version=version or None))
+            sampled[version] = await answered(ProbeSampled)
+            assert (sampled[version].number, sampled[version].version) == (version, version)
+        rank.handle(AskCounters(number=9))
+        counted = (await answered(Counters)).counts["tokens"]
+        assert counted == sum(answer.num_tokens for answer in sampled.values())
         rank.close(60.0)
         assert answers.empty()
         return sampled
@@ -80,11 +84,10 @@ def test_an_engine_samples_for_the_probe_at_the_version_that_is_asked_for(tmp_pa
     sampled = asyncio.run(main())
     versions = {}
     for version, answer in sampled.items():
-        arrays = {name: array for name, array in answer.arrays.items() if name not in ("scores", "choices")}
-        rollouts = packing.unpack(packing.from_arrays(arrays, answer.words["words"]))
+        rollouts = packing.unpack(answer.sequences)
         versions[version] = [rollout.versions[rollout.loss_mask] for rollout in rollouts]
         expected = model_scores(version, rollouts)
-        np.testing.assert_allclose(answer.arrays["scores"], np.concatenate([e[0] for e in expected]), atol=1e-5)
+        np.testing.assert_allclose(answer.scores, np.concatenate([e[0] for e in expected]), atol=1e-5)
         for rollout, (_, cooled) in zip(rollouts, expected, strict=True):
             mine = rollout.versions == version
             np.testing.assert_allclose(rollout.behavior_logprobs[mine], cooled[mine], atol=1e-5)

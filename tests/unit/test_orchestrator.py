@@ -10,13 +10,33 @@ import numpy as np
 import pytest
 
 from spmd_rl import config as config_module
-from spmd_rl.metrics.probe import Limits, Sampled, Scored
+from spmd_rl.metrics.probe import Limits
 from spmd_rl.metrics.report import Report
+from spmd_rl.orchestrator import orchestrator as wiring
 from spmd_rl.orchestrator.difficulty import Difficulty
-from spmd_rl.orchestrator.orchestrator import Links, Orchestrator
+from spmd_rl.orchestrator.orchestrator import Orchestrator
 from spmd_rl.orchestrator.task_stream import TaskStream
-from spmd_rl.orchestrator.weight_exchange import Loaded, Sent, WeightExchange
 from spmd_rl.packing import packing
+from spmd_rl.packing.messages import (
+    AskCounters,
+    CancelGroup,
+    CheckpointWritten,
+    Counters,
+    FinishTraining,
+    LoadFromDisk,
+    PinVersion,
+    ProbeSampled,
+    ProbeScored,
+    RolloutFinished,
+    SampleProbe,
+    ScoreProbe,
+    StartGroup,
+    StepDone,
+    TrainingFinished,
+    VersionPinned,
+    WeightsLoaded,
+    WeightsSent,
+)
 from spmd_rl.storage.run_dir import RunDir
 from spmd_rl.types import Disagreement, Rollout
 from tests import fakes
@@ -46,7 +66,8 @@ class Ranks:
         self.may_write = threading.Event()  # worker threads checkpoints and evaluations
         self.may_write.set()
         self.told: list = []  # versions that the engine may take, and their checksums
-        self.held = {ENGINE: (1, 2), MEMBER: (1, 2)}  # checksums of what an engine's ranks take; (1, 2) are sent
+        self.held = {ENGINE: [1, 2], MEMBER: [1, 2]}  # checksums of what an engine's ranks take; [1, 2] are sent
+        self.metrics = {f"trainer/{name}": value for name, value in STEP.items()}  # of every step
         self._tokens, self._changed = 0, asyncio.Event()
         self.now = 0.0  # by the orchestrator's clock
         self.version = version
@@ -57,34 +78,16 @@ class Ranks:
         config = config_module.from_tree(tree)
         self.run_dir = RunDir(folder)
         self.run_dir.create()
-        self.weights = WeightExchange(
-            senders=(TRAINER,),
-            holders=(ENGINE, MEMBER),
-            engines=(ENGINE,),
-            layout="",
-            by_disk=config.weights.mode == "disk",
-            swap=lambda version, checksums: self.told.append((version, checksums)),
-            say=lambda line: None,
-        )
         self.orchestrator = Orchestrator(
             config=config,
             run_dir=self.run_dir,
             tasks=TaskStream({"fake": lambda: fakes.tasks(num_tasks)}, weights={"fake": 1.0}, seed=0),
             difficulty=Difficulty(least=0.0, most=1.0, revisit=0.0, solved_at=1.0, seed=0),
             eval_tasks={"fake": list(fakes.tasks(3))},
-            links=Links(
-                engines=(ENGINE,),
-                trainers=(TRAINER,),
-                work=self._work,
-                cancel=lambda rank, work: None,
-                stats=lambda number: self._soon(self._count, number),
-                pin=lambda number, upto: self._soon(self.orchestrator.pin.answered, number, ENGINE, self.version, 0.0),
-                batch=lambda index, packed, save: self._soon(self._train, index + 1, save),
-                sample=self._sample,
-                score=self._score,
-                finish_training=self._finish,
-            ),
-            weights=self.weights,
+            ranks=wiring.Ranks(engines=(ENGINE,), holders=(ENGINE, MEMBER), trainers=(TRAINER,), senders=(TRAINER,)),
+            send=self._asked,
+            send_batch=lambda index, packed, save: self._soon(self._train, index + 1, save),
+            layout="",
             recorder=self,
             report=Report(
                 steps=steps,
@@ -123,7 +126,7 @@ class Ranks:
     async def stop_in_evaluation(self, task) -> None:
         """Ask to stop while it runs: the run waits for its end."""
         await self.until(lambda: len(self.evaluating) == 3)
-        self.orchestrator.stop()
+        self.orchestrator.ending.stop()
         await asyncio.wait({task}, timeout=0.1)
         assert not task.done()
         self.end_evaluations()
@@ -146,7 +149,37 @@ class Ranks:
     def _soon(self, call, *args) -> None:
         asyncio.get_running_loop().call_soon(call, *args)
 
-    def _work(self, rank, work) -> None:
+    def _asked(self, rank, message) -> None:
+        match message:
+            case StartGroup(work=work):
+                self._work(work)
+            case CancelGroup():
+                pass
+            case AskCounters(number=number):
+                self._soon(self._count, number)
+            case PinVersion(number=number):
+                self._say(ENGINE, VersionPinned(number=number, version=self.version, held_s=0.0))
+            case LoadFromDisk(version=version, checksums=checksums):
+                self.told.append((rank, version, checksums))
+            case SampleProbe(number=number, version=version):
+                self._sample(number, version)
+            case ScoreProbe(number=number, sequences=sequences):
+                self._score(number, sequences)
+            case FinishTraining(export=export, save=save):
+                self.exported, self.trainers_saved = export, save
+                self._soon(self._finish)
+            case _:
+                raise AssertionError(message)
+
+    def _say(self, rank, message) -> None:
+        """In the next turn of the loop."""
+        self._soon(self.orchestrator.handle, rank, message)
+
+    def finished(self, rollout) -> None:
+        """An episode ended."""
+        self.orchestrator.handle(ENGINE, RolloutFinished(rollout=packing.pack([rollout])))
+
+    def _work(self, work) -> None:
         if work.purpose == "eval" and self.hold_evals:
             self.evaluating.append(work)
             self._changed.set()
@@ -157,28 +190,31 @@ class Ranks:
         for sample in range(work.size):
             rollout = fakes.rollout(work, sample, versions=[self.version], reward=float(sample))
             self._tokens += 1
-            self.orchestrator.rollout_ended(rollout)
+            self.finished(rollout)
 
     def _count(self, number) -> None:
-        self.orchestrator.counted(ENGINE, number, {**dict.fromkeys(COUNTERS, 0), "tokens": self._tokens})
+        counts = {**dict.fromkeys(COUNTERS, 0), "tokens": self._tokens}
+        self.orchestrator.handle(ENGINE, Counters(number=number, counts=counts))
 
     def _train(self, version, save) -> None:
-        self.orchestrator.stepped(TRAINER, version, {f"trainer/{name}": value for name, value in STEP.items()})
+        self.orchestrator.handle(TRAINER, StepDone(version=version, metrics=dict(self.metrics)))
         self.version = version
         self._publish()
         if save:
-            self.orchestrator.saved(TRAINER, version, {"__0_0.distcp": [1, version]}, final=False)
+            written = CheckpointWritten(version=version, files={"__0_0.distcp": [1, version]})
+            self.orchestrator.handle(TRAINER, written)
 
     def _publish(self) -> None:
-        sent = Sent(checksums=(1, 2), sent_bytes=1, send_s=0.0, update_norm=1.0)
-        self.weights.sent(TRAINER, self.version, sent)
+        sent = WeightsSent(version=self.version, checksums=[1, 2], sent_bytes=1, send_s=0.0, update_norm=1.0)
+        self.orchestrator.handle(TRAINER, sent)
         for rank, checksums in self.held.items():
-            self.weights.loaded(rank, self.version, Loaded(checksums=checksums, receive_s=0.0, pause_s=0.0))
+            loaded = WeightsLoaded(version=self.version, checksums=checksums, receive_s=0.0, pause_s=0.0)
+            self.orchestrator.handle(rank, loaded)
         for number, version in self.sampled:
             if version == self.version:
                 self._sampled(number)
 
-    def _sample(self, rank, number, version) -> None:
+    def _sample(self, number, version) -> None:
         self.sampled.append((number, version))
         if version is None:
             self._soon(self._sampled, number)
@@ -189,14 +225,29 @@ class Ranks:
         rollout.append(np.array([1, 2]))
         rollout.append(np.array([3, 4]), np.full(2, -1.0), np.full(2, self.version))
         self._tokens += 2
-        sampled = Sampled(rank=ENGINE, packed=packing.pack([rollout]), scores=np.full(4, -1.0, np.float32))
-        self.orchestrator.sampled(ENGINE, number, 2, sampled)
+        sampled = ProbeSampled(
+            number=number,
+            version=self.version,
+            num_tokens=2,
+            sequences=packing.pack([rollout]),
+            scores=np.full(4, -1.0, np.float32),
+            choices=np.empty((0, 0), np.int16),
+        )
+        self.orchestrator.handle(ENGINE, sampled)
 
     def _score(self, number, packed) -> None:
         self.probed.append((self.version, len(packed)))
         scores = np.full(len(packed.token_ids), self.scored(self.version), np.float32)
-        scored = Scored(packed=scores, alone=scores, plain=np.full_like(scores, -1.0), seconds=0.25)
-        self._soon(self.orchestrator.scored, TRAINER, number, scored)
+        scored = ProbeScored(
+            number=number,
+            version=self.version,
+            packed=scores,
+            alone=scores,
+            plain=np.full_like(scores, -1.0),
+            choices=np.empty((0, 0), np.int16),
+            seconds=0.25,
+        )
+        self._say(TRAINER, scored)
 
     def _complete(self, version, words, rollouts, files) -> None:
         self.may_write.wait()
@@ -210,11 +261,9 @@ class Ranks:
         self.may_write.wait()
         return ""
 
-    def _finish(self, export, save) -> None:
-        self.exported, self.trainers_saved = export, save
-        self._soon(
-            lambda: self.orchestrator.saved(TRAINER, self.version, {"__0_0.distcp": [1, self.version]}, final=True)
-        )
+    def _finish(self) -> None:
+        finished = TrainingFinished(version=self.version, files={"__0_0.distcp": [1, self.version]})
+        self.orchestrator.handle(TRAINER, finished)
 
 
 def test_every_step_and_every_evaluation_is_recorded_once(tmp_path):
@@ -299,7 +348,7 @@ def test_a_stop_does_not_wait_for_an_engine_that_samples_for_a_probe(tmp_path):
         ranks._sampled = sampled
         async with ranks.running() as task:
             await ranks.until(lambda: ranks.count("step")[2])
-            ranks.orchestrator.stop()
+            ranks.orchestrator.ending.stop()
             assert await task == "stopped"
         assert ranks.version == 2 and [version for version, _ in ranks.saved] == [2]
         assert ranks.orchestrator.ledger_summary()["in_flight_tokens"] == 2
@@ -324,9 +373,7 @@ def of_mismatch(tmp_path, **sections) -> Ranks:
     """Trainers find a log-prob of a token that their version sampled off by 0.002."""
     run = {"steps": 3, "metrics_interval_s": 1000.0}
     ranks = Ranks(tmp_path, **{"run": run, "eval": {"every": -1}, "limits": Limits(exact=True)} | sections)
-    stepped = ranks.orchestrator.stepped
-    differs = {"trainer/mismatch_kl": 1e-7, "trainer/mismatch_max": 0.002}
-    ranks.orchestrator.stepped = lambda rank, version, metrics: stepped(rank, version, metrics | differs)
+    ranks.metrics |= {"trainer/mismatch_kl": 1e-7, "trainer/mismatch_max": 0.002}
     return ranks
 
 
@@ -404,7 +451,7 @@ def test_a_last_evaluation_that_was_cut_is_made_by_a_resume(tmp_path):
             await ranks.until(lambda: ranks.count("step")[6])
             ranks.hold_evals = True
             await ranks.until(lambda: ranks.saved and len(ranks.evaluating) == 3)
-            ranks.orchestrator.stop()
+            ranks.orchestrator.ending.stop()
             assert await task == "stopped"
             ranks.end_evaluations()  # no error, though it is over
         assert ranks.count("eval")[6] == 0
@@ -423,7 +470,7 @@ def test_an_evaluation_that_is_being_written_is_not_cut_by_a_stop(tmp_path):
         ranks.may_write.clear()
         async with ranks.running() as task:
             await ranks.until(lambda: ranks.count("eval")[0])
-            ranks.orchestrator.stop()
+            ranks.orchestrator.ending.stop()
             await asyncio.wait({task}, timeout=3.5)  # the half of its window
             ranks.may_write.set()
             assert await task == "stopped"
@@ -443,7 +490,7 @@ def test_an_end_at_a_version_with_a_checkpoint_of_its_own_waits_for_that_and_kee
         async with ranks.running() as task:
             await ranks.until(lambda: ranks.count("step")[3])
             if ending == "stopped":
-                ranks.orchestrator.stop()
+                ranks.orchestrator.ending.stop()
             await asyncio.wait({task}, timeout=0.1)
             assert ranks.exported is None and not task.done()
             ranks.may_write.set()
@@ -456,7 +503,7 @@ def test_an_end_at_a_version_with_a_checkpoint_of_its_own_waits_for_that_and_kee
 
 @pytest.mark.parametrize(
     ("held", "difference"),
-    [((1, 18), "checksum 1 of 2 is 0x12, the trainers' is 0x2"), ((1,), "it has 1 checksums, the trainers' are 2")],
+    [([1, 18], "checksum 1 of 2 is 0x12, the trainers' is 0x2"), ([1], "it has 1 checksums, the trainers' are 2")],
 )
 def test_a_rank_that_holds_other_weights_than_were_sent_ends_the_run_by_name(tmp_path, held, difference):
     async def main():
@@ -478,7 +525,7 @@ def test_engines_are_told_of_weights_on_disk_with_the_checksums_of_the_trainers(
         ranks = Ranks(tmp_path, steps=2, weights={"mode": "disk"}, eval={"every": -1})
         async with ranks.running() as task:
             assert await task == "done"
-        assert ranks.told == [(version, (1, 2)) for version in (0, 1, 2)]
+        assert ranks.told == [(rank, version, [1, 2]) for version in (0, 1, 2) for rank in (ENGINE, MEMBER)]
 
     asyncio.run(main())
 
@@ -525,7 +572,7 @@ def test_where_the_data_start_anew_what_is_unfinished_is_of_the_new_data_under_i
     words, rollouts = held()
     ranks = Ranks(tmp_path, version=2)
     ranks.orchestrator.restore(words, rollouts, data_anew=True)
-    after, _ = ranks.orchestrator._snapshot()
+    after, _ = ranks.orchestrator.snapshot()
     (before,), (work,) = words["path"]["unfinished"], after["path"]["unfinished"]
     assert before["task"]["env"] == "e" and work["task"] == {"env": "fake", "task_id": "0", "data": {}}
     assert {**before, "task": 0, "version": 2} == {**work, "task": 0}

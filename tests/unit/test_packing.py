@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def _rollout(ticket: int, prompt: int, sampled: int) -> Rollout:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6))
 def test_unpacking_gives_back_what_was_packed(lengths: list[tuple[int, int]]) -> None:
     rollouts = [_rollout(i, *pair) for i, pair in enumerate(lengths)]
-    again = packing.unpack(packing.from_arrays(packing.pack(rollouts).arrays(), packing.pack(rollouts).words))
+    again = packing.unpack(packing.Packed(**packing.pack(rollouts).arrays(), words=packing.pack(rollouts).words))
     assert len(again) == len(rollouts)
     for before, after in zip(rollouts, again, strict=True):
         assert after.reward == before.reward
@@ -50,13 +51,13 @@ def test_a_file_reads_back_and_a_foreign_one_is_refused(tmp_path: Path) -> None:
 def test_arrays_that_do_not_fit_together_are_refused() -> None:
     packed = packing.pack([_rollout(0, 2, 3)])
     with pytest.raises(ValueError, match="do not fit together"):
-        packing.from_arrays(packed.arrays() | {"token_ids": packed.token_ids[1:]}, packed.words)
-    with pytest.raises(ValueError, match="missing or unknown"):
-        packing.from_arrays({"token_ids": packed.token_ids}, packed.words)
-    with pytest.raises(ValueError, match=r"\['env'\] are missing or unknown"):
-        packing.from_arrays(packed.arrays(), {name: packed.words[name] for name in packing.WORDS if name != "env"})
+        dataclasses.replace(packed, token_ids=packed.token_ids[1:])
     with pytest.raises(ValueError, match="do not fit together"):
-        packing.from_arrays(packed.arrays(), packed.words | {"env": []})
+        dataclasses.replace(packed, cu_seqlens=packed.cu_seqlens - 1)
+    with pytest.raises(ValueError, match="do not fit together"):
+        dataclasses.replace(packed, words={name: packed.words[name] for name in packing.WORDS if name != "env"})
+    with pytest.raises(ValueError, match="do not fit together"):
+        dataclasses.replace(packed, words=packed.words | {"env": []})
 
 
 def test_memory_is_packed_into_again_once_nobody_holds_it() -> None:

@@ -5,9 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from spmd_rl.metrics.probe import Limits, Sampled, Scored
+from spmd_rl.metrics.probe import Limits
+from spmd_rl.orchestrator.answers import Answers
 from spmd_rl.orchestrator.prober import AUTO, Prober
 from spmd_rl.packing import packing
+from spmd_rl.packing.messages import Message, ProbeSampled, ProbeScored, SampleProbe
 from spmd_rl.types import Disagreement, Rollout
 
 ENGINES, TRAINERS = (0, 3), (5, 6)
@@ -20,16 +22,23 @@ class Bench:
         self.asked: list[tuple[int, int, int | None]] = []
         self.scored: list[list[int]] = []  # lengths of sequences, by call
         self.now, self.off = 0.0, 0.0
+        self.answers = Answers()
         self.prober = Prober(
             engines=ENGINES,
             trainers=TRAINERS,
-            sample=lambda *asked: self.asked.append(asked),
-            score=self.score,
+            send=self.send,
+            answers=self.answers,
             every=every,
             limits=Limits(exact=True),
             recomputes=True,
             clock=lambda: self.now,
         )
+
+    def send(self, rank: int, message: Message) -> None:
+        if isinstance(message, SampleProbe):
+            self.asked.append((rank, message.number, message.version))
+        elif rank == TRAINERS[-1]:  # all have been asked
+            self.score(message.number, message.sequences)
 
     def answer(self, version: int, *lengths: int) -> None:
         """The newest engine that was asked has sampled sequences of these lengths, a prompt of one token each."""
@@ -40,15 +49,32 @@ class Bench:
             rollout.append(np.full(length - 1, 2), np.full(length - 1, -1.0), np.full(length - 1, version))
         packed = packing.pack(rollouts, np.ones(len(lengths), np.float32))
         scores = np.full(len(packed.token_ids), -1.0, np.float32)
-        self.prober.sampled(number, engine, sum(lengths), Sampled(rank=engine, packed=packed, scores=scores))
+        sampled = ProbeSampled(
+            number=number,
+            version=version,
+            num_tokens=sum(lengths),
+            sequences=packed,
+            scores=scores,
+            choices=np.empty((0, 0), np.int16),
+        )
+        self.prober.sampled(sampled)
+        self.answers.add(engine, sampled)
 
     def score(self, number: int, packed: packing.Packed) -> None:
         self.scored.append(np.diff(packed.cu_seqlens).tolist())
         assert packed.ticket.tolist() == list(range(len(packed))) and packed.advantage.all()
         scores = np.full(len(packed.token_ids), -1.0, np.float32)
         for rank, off in zip(TRAINERS, (0.0, self.off), strict=True):
-            scored = Scored(packed=scores + np.float32(off), alone=scores, plain=scores, seconds=0.5)
-            self.prober.scored(number, rank, scored)
+            scored = ProbeScored(
+                number=number,
+                version=7,
+                packed=scores + np.float32(off),
+                alone=scores,
+                plain=scores,
+                choices=np.empty((0, 0), np.int16),
+                seconds=0.5,
+            )
+            self.answers.add(rank, scored)
 
     async def start(self) -> dict[str, float]:
         job = asyncio.ensure_future(self.prober.at_start(7))

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from spmd_rl.types import Finish, GuardError
+from spmd_rl.packing.messages import BatchRefused
+from spmd_rl.types import Finish
 from tests import fakes
 from tests.ledgers import closed
 from tests.unit.test_orchestrator import TRAINER, Ranks
@@ -30,13 +31,13 @@ class Worlds(Ranks):
             if self.error and work.purpose == "train":
                 rollout.finish_reason, rollout.error = self.finish, self.error
             self._tokens += 1
-            self.orchestrator.rollout_ended(rollout)
+            self.finished(rollout)
 
     def _train(self, version, save) -> None:
         if self.faulty_at is not None and version > self.faulty_at:
             if version == self.faulty_at + 1:
-                failure = GuardError("gradient norm nan")
-                self.orchestrator.trainer_gave_up(TRAINER, self.faulty_at, failure)
+                refused = BatchRefused(version=self.faulty_at, text="gradient norm nan")
+                self.orchestrator.handle(TRAINER, refused)
         else:
             super()._train(version, save)
 
@@ -77,13 +78,17 @@ def test_a_run_that_a_guard_ends_has_saved_what_there_is(tmp_path, guard):
     worlds = Worlds(tmp_path, eval={"every": -1}, **{**settings, "rollout": rollout})
     assert run(worlds) == "failed"
     orchestrator = worlds.orchestrator
-    assert text in str(orchestrator.failure)
+    assert text in str(orchestrator.ending.failure)
     assert (worlds.trainers_saved, worlds.exported) == (True, False)
-    assert [version for version, _ in worlds.saved] == [orchestrator.policy.version] == [orchestrator.saved_version]
+    assert (
+        [version for version, _ in worlds.saved]
+        == [orchestrator.policy.version]
+        == [orchestrator.checkpoints.saved_version]
+    )
     assert worlds.count("step") == {version: 1 for version in range(1, orchestrator.policy.version + 1)}
     assert worlds.state[0]["path"]["version"] == orchestrator.policy.version
     closed(orchestrator.ledger_summary())
-    assert orchestrator.failed_rank == (TRAINER if guard == "a trainer's" else 0)
+    assert orchestrator.ending.failed_rank == (TRAINER if guard == "a trainer's" else 0)
 
 
 def test_a_run_that_has_solved_its_tasks_is_done_and_has_its_model(tmp_path):
@@ -103,7 +108,7 @@ def test_a_stopped_run_closes_with_what_waits_and_what_was_in_flight(tmp_path, h
 
     async def stop(task) -> None:
         await worlds.until(lambda: worlds.count("step")[2])
-        worlds.orchestrator.stop()
+        worlds.orchestrator.ending.stop()
 
     assert run(worlds, stop) == "stopped"
     ledger = closed(worlds.orchestrator.ledger_summary())
@@ -116,7 +121,7 @@ def test_a_stopped_run_closes_with_what_waits_and_what_was_in_flight(tmp_path, h
 
 def test_a_run_in_the_middle_closes_with_what_engines_had_told(tmp_path):
     worlds, seen = Worlds(tmp_path, eval={"every": -1}), []
-    worlds.orchestrator._on_recorded = lambda: seen.append(closed(worlds.orchestrator.ledger_summary()))
+    worlds.orchestrator.stepping._on_recorded = lambda: seen.append(closed(worlds.orchestrator.ledger_summary()))
     assert run(worlds) == "done"
     assert len(seen) == 6 and seen[-1]["generated_tokens"] > 0
     last = closed(worlds.orchestrator.ledger_summary())

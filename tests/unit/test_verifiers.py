@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl import envs
-from spmd_rl.envs.environment import verifiers_child
+from spmd_rl.envs import verifiers_child
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.processes.workers import TimedOut, Workers
 from tests.says import CHATML, Says, trained_text, write_folder

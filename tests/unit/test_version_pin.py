@@ -2,8 +2,10 @@ import asyncio
 
 import pytest
 
+from spmd_rl.orchestrator.answers import Answers
 from spmd_rl.orchestrator.policy import Policy
 from spmd_rl.orchestrator.version_pin import VersionPin
+from spmd_rl.packing.messages import PinVersion, VersionPinned
 
 
 class Engines:
@@ -11,15 +13,21 @@ class Engines:
 
     def __init__(self, policy: Policy, *versions: int) -> None:
         self.policy, self.versions, self.asked = policy, list(versions), []
-        self.pin = VersionPin(engines=range(len(versions)), ask=self.ask, policy=policy)
+        self.answers = Answers()
+        self.pin = VersionPin(engines=range(len(versions)), send=self.send, answers=self.answers, policy=policy)
         self.advances = True
 
-    def ask(self, number: int, upto: int | None) -> None:
+    def send(self, rank: int, message: PinVersion) -> None:
+        if rank == len(self.versions) - 1:  # all have been asked
+            self.answer(message.number, message.upto)
+
+    def answer(self, number: int, upto: int | None) -> None:
         self.asked.append(upto)
         if upto is not None:
             self.versions = [max(upto, version) for version in self.versions]
         for rank, version in enumerate(self.versions):
-            self.pin.answered(number, rank, version, 0.5 * rank if upto is None else 0.0)
+            held_s = 0.5 * rank if upto is None else 0.0
+            self.answers.add(rank, VersionPinned(number=number, version=version, held_s=held_s))
         if min(self.versions) == max(self.versions) > self.policy.version and self.advances:
             self.policy.advance(max(self.versions))
 

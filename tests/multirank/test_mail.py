@@ -9,10 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmd_rl.distributed.transport import FIRST_BYTES, Inbox, Kind, MalformedMessage, Message, Outbox, PeerLost
+from spmd_rl.distributed.mail import Inbox, Outbox, PeerLost
+from spmd_rl.packing.frame import FIRST_BYTES, MalformedMessage
+from spmd_rl.packing.messages import AskCounters, Bye, Message, ProbeScored
 from tests.ranks import run_ranks
 
 LIMIT_S = 20.0
+
+
+def message(number: int, *arrays: np.ndarray) -> ProbeScored:
+    """One that carries arrays."""
+    none = [np.empty((0, 3))] * (4 - len(arrays))
+    packed, alone, plain, choices = [*arrays, *none]
+    return ProbeScored(number=number, version=0, packed=packed, alone=alone, plain=plain, choices=choices, seconds=0.0)
 
 
 def raises(peer: int, error: Exception) -> None:
@@ -24,34 +33,31 @@ def echoes(rank: int, num_messages: int) -> None:
     group, peer = dist.group.WORLD, 1 - rank
     outbox = Outbox(peer=peer, group=group, failed=raises, depth=4)
     if rank == 1:
-        Inbox(peer=peer, group=group, deliver=outbox.put, failed=raises).join(timeout_s=LIMIT_S)
+        Inbox(peer=peer, group=group, deliver=lambda _, message: outbox.put(message), failed=raises).join(
+            timeout_s=LIMIT_S
+        )
         outbox.close(timeout_s=LIMIT_S)
         dist.barrier(group)
         return
-    received: queue.Queue[Message] = queue.Queue()
-    inbox = Inbox(peer=peer, group=group, deliver=received.put, failed=raises)
-    sent = [
-        {"tokens": np.arange(number**3, dtype=np.int32), "reward": np.array(number / 4), "none": np.empty((0, 3))}
-        for number in range(num_messages)
-    ]
-    sent[3] = {"columns": np.arange(300_000.0).reshape(500, 600).T, "odd": np.ones(150_001, np.bool_)}
+    received: queue.Queue[tuple[int, Message]] = queue.Queue()
+    inbox = Inbox(peer=peer, group=group, deliver=lambda *pair: received.put(pair), failed=raises)
+    sent = [[np.arange(number**3, dtype=np.int32), np.array(number / 4)] for number in range(num_messages)]
+    sent[3] = [np.arange(300_000.0).reshape(500, 600).T, np.ones(150_001, np.bool_)]
     memory = np.arange(300_000, dtype=np.uint8)
-    sent[0] = {}
-    sent[5] = {"here": memory[8:200_008].view(np.int16), "behind": memory[200_008:]}
-    texts = ["é" * FIRST_BYTES if number in (0, 5) else "é" for number in range(num_messages)]
+    sent[0] = []
+    sent[5] = [memory[8:200_008].view(np.int16), memory[200_008:]]
     for number, arrays in enumerate(sent):
-        outbox.put(Message(Kind.ROLLOUT, {"number": number, "text": texts[number]}, arrays))
-    outbox.put(Message(Kind.STOP))
+        outbox.put(message(number, *arrays))
+    outbox.put(Bye())
     outbox.close(timeout_s=LIMIT_S)
     inbox.join(timeout_s=LIMIT_S)
     dist.barrier(group)  # a rank that ends resets connections that its peers still look at
-    messages = [received.get_nowait() for _ in range(num_messages + 1)]  # held together: no buffer was used twice
-    for number, (message, arrays) in enumerate(zip(messages, sent, strict=False)):
-        assert (message.kind, message.peer) == (Kind.ROLLOUT, 1)
-        assert message.words == {"number": number, "text": texts[number]}
-        for name, array in arrays.items():
-            np.testing.assert_array_equal(message.arrays[name], array)
-    assert messages[-1].kind == Kind.STOP
+    came = [received.get_nowait() for _ in range(num_messages + 1)]  # held together: no buffer was used twice
+    for number, ((sender, got), arrays) in enumerate(zip(came, sent, strict=False)):
+        assert (type(got), got.number, sender) == (ProbeScored, number, 1)
+        for one, array in zip((got.packed, got.alone), arrays, strict=False):
+            np.testing.assert_array_equal(one, array)
+    assert came[-1] == (1, Bye())
 
 
 def test_messages_arrive_whole_in_order_and_stay_valid():
@@ -63,19 +69,21 @@ def fills_up(rank: int) -> None:
     if rank == 1:
         dist.barrier(group)  # nobody takes messages until the sender has seen its queue full
         received: queue.Queue[Message] = queue.Queue()
-        Inbox(peer=0, group=group, deliver=received.put, failed=raises).join(timeout_s=LIMIT_S)
-        assert [received.get_nowait().words for _ in range(received.qsize() - 1)] == [{"n": n} for n in range(3)]
+        Inbox(peer=0, group=group, deliver=lambda _, message: received.put(message), failed=raises).join(
+            timeout_s=LIMIT_S
+        )
+        assert [received.get_nowait() for _ in range(3)] == [AskCounters(number=n) for n in range(3)]
         dist.barrier(group)
         return
     outbox = Outbox(peer=1, group=group, failed=raises, depth=2)
-    outbox.put(Message(Kind.STATS, {"n": 0}))
-    outbox.put(Message(Kind.STATS, {"n": 1}))
-    outbox.put(Message(Kind.STATS, {"n": 2}))  # returns once the thread has taken the first, which nobody receives
+    outbox.put(AskCounters(number=0))
+    outbox.put(AskCounters(number=1))
+    outbox.put(AskCounters(number=2))  # returns once the thread has taken the first, which nobody receives
     assert outbox.num_waiting == 2
     with pytest.raises(TimeoutError, match=r"rank 1 took nothing for 0 s, 2 messages unsent"):
         outbox.close(timeout_s=0.1)
     dist.barrier(group)
-    outbox.put(Message(Kind.STOP))
+    outbox.put(Bye())
     outbox.close(timeout_s=LIMIT_S)
     dist.barrier(group)
 
@@ -94,7 +102,7 @@ def sends_to_the_dead(rank: int) -> str:
     )
     with pytest.raises(PeerLost, match="rank 1 takes no more messages"):
         for _ in range(10_000):  # more than the queue and the socket hold: one of these waits, and is freed
-            outbox.put(Message(Kind.BATCH, {}, {"x": np.zeros(100_000)}))
+            outbox.put(message(0, np.zeros(100_000)))
     outbox.close(timeout_s=LIMIT_S)
     assert lost.result(timeout=LIMIT_S) == ("outbox", 1)
     return "saw it"
@@ -112,7 +120,7 @@ def receives_from_the_dead(rank: int) -> str:
     inbox = Inbox(
         peer=1,
         group=dist.group.WORLD,
-        deliver=lambda message: None,
+        deliver=lambda peer, message: None,
         failed=lambda peer, error: lost.set_result((peer, type(error).__name__)),
     )
     peer, _ = lost.result(timeout=LIMIT_S)
@@ -144,16 +152,16 @@ def works_while_peers_talk(rank: int) -> int:
     if rank != 0:
         outbox = Outbox(peer=0, group=group, failed=raises)
         for number in range(50):
-            outbox.put(Message(Kind.ROLLOUT, {"number": number}, {"x": np.full(1000, rank)}))
-        outbox.put(Message(Kind.STOP))
+            outbox.put(message(number, np.full(1000, rank)))
+        outbox.put(Bye())
         outbox.close(timeout_s=LIMIT_S)
         dist.barrier(group)
         return 0
     lock, total = threading.Lock(), [0]
 
-    def add(message: Message) -> None:
+    def add(peer: int, message: Message) -> None:
         with lock:
-            total[0] += int(message.arrays["x"].sum()) if message.arrays else 0
+            total[0] += int(message.packed.sum()) if isinstance(message, ProbeScored) else 0
 
     for inbox in [Inbox(peer=peer, group=group, deliver=add, failed=raises) for peer in (1, 2, 3)]:
         inbox.join(timeout_s=LIMIT_S)
