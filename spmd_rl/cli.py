@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from spmd_rl import config as config_module
 from spmd_rl.config.topology import check_world_size
@@ -37,7 +38,7 @@ Settings, as section.key, with their defaults:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}; see python -m spmd_rl --help")
 
 
@@ -90,15 +91,16 @@ def _train(argv: Sequence[str]) -> int:
         from spmd_rl.ranks.program import train
 
         try:
-            return train(*_read("spmd_rl", argv))
+            train(*_read("spmd_rl", argv))
         except ValueError as error:
-            return train(error, "")
+            train(error, "")
     config, name = _read("spmd_rl", argv)
     check_world_size(os.environ, config.split)
 
     from spmd_rl.ranks.program import train  # from here on torch is imported
 
-    return train(config, name)
+    train(config, name)
+    raise AssertionError("training ends the process")
 
 
 def _check(argv: Sequence[str]) -> int:

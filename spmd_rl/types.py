@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -55,13 +55,13 @@ class Task:
 
     env: str  # name of the environment in the config
     task_id: str  # unique within the environment
-    data: Mapping[str, object] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)  # JSON; only its environment knows what is in it
 
     def of(self, env: str) -> Task:
         """As the environment of this name has it on every rank and after a resume; ValueError for what is no JSON."""
         if not isinstance(self.task_id, str):
             raise ValueError(f"environment {env}: task_id = {self.task_id!r} is {type(self.task_id)}, not a string")
-        data = {}
+        data: dict[str, object] = {}
         for key, value in self.data.items():
             try:
                 data |= json.loads(json.dumps({key: value}))
@@ -254,8 +254,9 @@ class Rollout:
         return [(int(versions[s]), int(c)) for s, c in zip(starts, counts, strict=True)]
 
     def _live_versions(self) -> np.ndarray:
-        versions = self.versions[self.loss_mask]
-        return versions[versions != NO_VERSION]
+        versions: np.ndarray = self.versions[self.loss_mask]
+        live: np.ndarray = versions[versions != NO_VERSION]
+        return live
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,6 +89,9 @@ def examine(config: PretrainedConfig, ways: Ways) -> Verdict:
     )
 
 
+T = TypeVar("T")
+
+
 class _Found:
     """Goes from way to way until one differs."""
 
@@ -101,7 +105,9 @@ class _Found:
     def look(self, config: PretrainedConfig, folder: Path) -> None:
         self._place = str(folder / "model")
         small = self._try("config.json cannot be made small", lambda: shrunk(text_config(config)))
-        if small is not None and (size := unseen(small)):
+        if small is None:
+            return
+        if size := unseen(small):
             name, value = size
             self.refusal = f"cannot be decided: the sequences that are tried do not reach config.{name} = {value}"
         case = self._try("config.json makes no causal LM", lambda: Case(small, folder, self.ways))
@@ -142,7 +148,7 @@ class _Found:
                     f"itself is {worst:.2g} off"
                 )
 
-    def _try(self, what: str, do: Callable[[], object]) -> object:
+    def _try(self, what: str, do: Callable[[], T]) -> T | None:
         """None, and a refusal, where an architecture raises whatever it trips over."""
         if self.refusal:
             return None
@@ -263,13 +269,15 @@ class Case:
         """The first layer whose output is another one than the plain model's."""
         ids = max(self.rollouts.sequences, key=len)
         outputs = []
-        for model, forward in (
-            (self.models[0], lambda m: plain.logits(m, ids)),
-            (self.trainer.model, lambda m: hidden_states(m, ids, [0, len(ids)])),
-        ):
-            seen, layers = [], decoder_layers(model) or ()
+        runs: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = [
+            (self.models[0], lambda: plain.logits(self.models[0], ids)),
+            (self.trainer.model, lambda: hidden_states(self.trainer.model, ids, [0, len(ids)])),
+        ]
+        for model, forward in runs:
+            seen: list[Any] = []  # what each layer gives, of any form
+            layers = decoder_layers(model) or ()
             hooks = [layer.register_forward_hook(lambda *args, seen=seen: seen.append(args[-1])) for layer in layers]
-            forward(model)
+            forward()
             for hook in hooks:
                 hook.remove()
             outputs.append([out[0] if isinstance(out, tuple | list) else out for out in seen])

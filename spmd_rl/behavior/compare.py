@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spmd_rl.behavior import plain
@@ -111,7 +111,7 @@ def gradients(models: Models) -> dict[str, Tensor]:
     return {name: p.grad for name, p in models.model.named_parameters() if p.grad is not None}
 
 
-def sent(model: nn.Module) -> dict[str, Tensor]:
+def sent(model: PreTrainedModel) -> dict[str, Tensor]:
     """What an update consists of, by name."""
     return {name: tensor.detach() for name, tensor in weights_of(model).items()}
 
@@ -129,7 +129,7 @@ def sampled(folder: Path, later: Path, vocab: int) -> list[tuple[np.ndarray, Com
         prefill_budget=PREFILL,
     )
     engine.load_weights(sent(build(folder, device=CPU, dtype=torch.float32, weights=True)), 0)
-    asked = []
+    asked: list[tuple[np.ndarray, float]] = []
     for number, (length, replies) in enumerate(PROMPTS):
         prompt = tokens(length, vocab, 1000 + number)
         asked += [(prompt, TEMPERATURES[len(asked) + i & 1]) for i in range(replies)]

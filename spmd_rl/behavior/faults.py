@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def _moved(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> float:
         return 0.0
 
 
-def _changed(model: PreTrainedModel, tensors: list[Tensor], value: float, ids: Tensor) -> float:
+def _changed(model: PreTrainedModel, tensors: Sequence[Tensor], value: float, ids: Tensor) -> float:
     """How far log-probs move while all of `tensors` are `value`."""
     expected = plain.token_logprobs(model, ids)
     kept = [tensor.clone() for tensor in tensors]

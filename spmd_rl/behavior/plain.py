@@ -17,14 +17,16 @@ from spmd_rl.behavior.samples import Rollouts
 
 def load(folder: Path, config: PretrainedConfig | None = None) -> PreTrainedModel:
     """In float32 and eval mode; `config`: in place of the folder's."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
-    return model.eval()
+    model.eval()
+    return model
 
 
 def logits(model: PreTrainedModel, ids: Tensor, **inputs: Tensor) -> Tensor:  # [T] to [T, V]
-    return model(input_ids=ids[None], use_cache=False, **inputs).logits[0]
+    batch: Tensor = model(input_ids=ids[None], use_cache=False, **inputs).logits
+    return batch[0]
 
 
 def token_logprobs(model: PreTrainedModel, ids: Tensor, temperature: float = 1.0, **inputs: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     floor = 1e-3 * max(norms.values(), default=0.0) + 1e-30
     distances = []
     for name in ours.keys() | theirs.keys():
-        nothing = torch.zeros_like(ours.get(name, theirs.get(name)))
+        nothing = torch.zeros_like(ours[name] if name in ours else theirs[name])
         distance = (ours.get(name, nothing).double() - theirs.get(name, nothing).double()).norm().item()
         distances.append(distance / max(norms.get(name, 0.0), floor))
     return largest(distances)

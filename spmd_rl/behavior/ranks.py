@@ -75,7 +75,8 @@ def answers(tasks: Sequence[Task], limit_s: float = LIMIT_S) -> list[Answer]:
                 rank.wait()
         if failed := [text for rank, text in zip(ranks, said, strict=True) if rank.returncode]:
             raise NoAnswer(failed[0].strip().rpartition("\n")[2])
-        return torch.load(Path(place) / "answers", weights_only=True)
+        answers: list[tuple[Tensor, dict[str, Tensor]] | str] = torch.load(Path(place) / "answers", weights_only=True)
+        return answers
 
 
 def _packed(task: Task) -> dict[str, object]:

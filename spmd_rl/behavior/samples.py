@@ -11,7 +11,8 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 GAIN = 1.5  # of each matrix; at 0.1 of it a layer hardly changes what goes through, and so hides its mistakes
 NOISE = 0.2  # of norms, biases and whatever else starts as a constant
@@ -42,7 +43,7 @@ class Rollouts:
 
 
 @torch.no_grad()
-def randomize(model: nn.Module, seed: int) -> None:
+def randomize(model: PreTrainedModel, seed: int) -> None:
     """In place: matrices anew, N(0, GAIN² / inputs); what starts as a constant, N(0, NOISE²) beside it."""
     generator = torch.Generator().manual_seed(seed)
     buffers = dict(model.named_buffers())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 WINDOW, CHUNK, ORIGINAL, LONGEST = 7, 8, 24, 256  # tokens
 VOCAB, WIDTH, HEADS, HEAD_DIM = 97, 64, 4, 16
@@ -62,8 +62,15 @@ SIZES: tuple[tuple[str, int], ...] = (  # the first pattern that matches a whole
 )
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "logits_soft_cap": 5.0}
 CAPS |= {"output_logit_soft_cap": 5.0}  # which logits of small models reach
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
-DEPTHS += ("decoder_layers", "num_decoder_layers")
+DEPTHS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_blocks",
+    "decoder_layers",
+    "num_decoder_layers",
+)
 INDICES = re.compile(r"\w*(?:layers|layer_ids|idxs|indices)")  # lists of layers by number
 SIGHT = re.compile(r"window|chunk|block_?size|block_len|topk_|top_k_blocks|stride")
 SHORTEST_LIMIT = 32  # tokens; above, too few of a tried sequence would be beyond it
@@ -97,7 +104,7 @@ def layers_on_meta(config: PretrainedConfig) -> nn.ModuleList | None:
         return decoder_layers(AutoModelForCausalLM.from_config(config))
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The longest list of modules that are no experts: the layers, whatever the architecture calls them."""
     lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     named = [m for m in lists if any(hasattr(one, "forward") and len(list(one.children())) > 1 for one in m)]
@@ -110,12 +117,12 @@ def num_first_of_all_kinds(layers: nn.ModuleList | None) -> int:
     return max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
 
 
-def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
+def layer_kind(layer: nn.Module) -> tuple[object, ...]:
     """What tells two layers apart but for their weights: classes of their parts, and what is set in them."""
     return tuple((name, type(part).__name__, *_settings(part)) for name, part in layer.named_modules())
 
 
-def _settings(part: nn.Module) -> Iterator[tuple[str, Any]]:
+def _settings(part: nn.Module) -> Iterator[tuple[str, object]]:
     for name, value in sorted(vars(part).items()):
         public = not name.startswith("_") and "idx" not in name and "index" not in name and "layer_id" not in name
         if public and isinstance(value, bool | int | str | None):
@@ -165,8 +172,8 @@ def _least(name: str, value: Any) -> Any:
 
 
 def _head_dim(values: dict[str, Any]) -> int | None:
-    if isinstance(values.get("head_dim"), int):
-        return values["head_dim"]
+    if isinstance(own := values.get("head_dim"), int):
+        return own
     width = values.get("hidden_size") or values.get("n_embd")
     heads = values.get("num_attention_heads") or values.get("n_head")
     return width // heads if isinstance(width, int) and isinstance(heads, int) else None
@@ -206,7 +213,7 @@ def _fit_rope(values: dict[str, Any], narrow: dict[str, Any], old_dim: int | Non
 
 
 def _rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
-    fitted = {}
+    fitted: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, dict):  # by the type of layer
             fitted[name] = _rope(value, ratio)
@@ -244,7 +251,7 @@ def _cut(values: dict[str, Any], depth: int, num: int) -> dict[str, Any]:
     own = _depth(values)
     if own not in (None, depth):
         depth, num = own, min(own, num)
-    cut = {}
+    cut: dict[str, Any] = {}
     for name, value in values.items():
         if name in DEPTHS and value == depth:
             cut[name] = num

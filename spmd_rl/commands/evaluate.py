@@ -13,6 +13,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -71,10 +72,14 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
     engine, _ = build_engine(config, device=device, group=group, decode=partial(tokenizer.decode, special=True))
     engine.load_weights(weights_of(model), 0)
     failure: asyncio.Future[None] = loop.create_future()
+
+    def engine_failed(error: BaseException) -> None:
+        loop.call_soon_threadsafe(failure.set_exception, error)
+
     thread = EngineThread(
         engine=engine,
         loop=loop,
-        failed=lambda error: loop.call_soon_threadsafe(failure.set_exception, error),
+        failed=engine_failed,
     )
     runner = EvalRunner(
         tasks=tasks,
@@ -101,7 +106,8 @@ async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[di
     )
     threading.Thread(target=_end_when_held, args=(watch, config.run.stall_timeout_s), daemon=True).start()
     evaluation = asyncio.create_task(runner.run("eval", concurrent=config.staleness.max_concurrent))
-    await asyncio.wait({evaluation, failure}, return_when=asyncio.FIRST_COMPLETED)
+    either: set[asyncio.Future[Any]] = {evaluation, failure}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if failure.done():
         evaluation.cancel()
         failure.result()

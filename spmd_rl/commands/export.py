@@ -42,7 +42,8 @@ def export(run: Path, folder: Path, step: int | None, dtype: str, *, adapter: bo
         history.check_weights(config, start)
     model = build(source, device=cpu, dtype=torch.float32, weights=lora is not None)
     if lora is None:
-        model.to_empty(device=cpu).tie_weights()
+        model.to_empty(device=cpu)
+        model.tie_weights()
     models = Models(policy=model, lora=lora, mesh=None, device=cpu)
     state = models.state_dict()
     with warnings.catch_warnings():
@@ -52,6 +53,7 @@ def export(run: Path, folder: Path, step: int | None, dtype: str, *, adapter: bo
     models.refresh()
     ranks = TrainerRanks(group=None, device=cpu)
     if adapter:
+        assert lora is not None
         export_adapter(models.additions(), ranks, folder=folder, lora=lora, base=source)
     else:
         dtypes = models.dtypes(getattr(torch, dtype))

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ def replay(folder: Path, step: int) -> int:
         have = sorted(int(p.stem.removeprefix("step_")) for p in run_dir.batches.glob("step_*.safetensors"))
         raise ValueError(f"{batch}: no such batch; logged are {have[0]} … {have[-1]}" if have else f"{batch}: none")
     version, restored = newest_until(run_dir.checkpoints, step)
-    start, trainer = None, None
+    start: history.Start | None = None
+    trainer: Trainer | None = None
     for index in range(version, step + 1):
         if (now := history.start_of(starts, index)) is not start:
             start, config = now, history.config_of(run_dir, now)
@@ -44,6 +46,7 @@ def replay(folder: Path, step: int) -> int:
             trainer = _continued(config, trainer, restored)
             print(f"version {index} from {origin}, with {start.config}", flush=True)
             num, width = config.split.num_shares, hidden_size(config.model.path)
+        assert trainer is not None
         started = time.monotonic()
         logs = batch_log.read(run_dir.batches, index)
         shares = packing.shares(logs, num, width=width, share_prefix=config.trainer.share_prefix)
@@ -79,7 +82,7 @@ def train_again(trainer: Trainer, shares: list[packing.Packed], index: int) -> d
 def logged(run_dir: RunDir, version: int) -> Mapping[str, float]:
     """What the run wrote about the step that made `version`; empty where it did not come to that."""
     for line in reversed(run_dir.metrics.read_text().splitlines() if run_dir.metrics.exists() else []):
-        values = json.loads(line)
+        values: dict[str, Any] = json.loads(line)
         if values["kind"] == "step" and values["version"] == version:
             return values
     return {}

@@ -62,6 +62,7 @@ def age_bound(
     if max_age is not None and max_age < max_staleness:
         raise ValueError(f"max_age = {max_age} is below max_staleness = {max_staleness}")
     ahead = max(0, window - group_size)
+    age: int | None
     if gate == "ship":
         system = (max_staleness + 2) * batch_size + queue_size + max_concurrent
         age, formula = (system - 1 + ahead) // batch_size, "floor(((S+2)·B + Q + C - 1 + max(0, w-G)) / B)"

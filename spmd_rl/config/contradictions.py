@@ -5,6 +5,7 @@ Knows nothing of what a setting may be alone (rules.py).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import chain
 
@@ -14,7 +15,7 @@ GSPO_CLIP = 0.01  # some 30 times what its authors use: above it a sequence's me
 
 HOLDS_ITS_WEIGHT = ("ppo", "cispo", "gspo")  # losses whose ratio is current / behavior
 
-DEFAULT = {f.name: f.default for f in Trainer.__dataclass_fields__.values()}
+DEFAULT = {f.name: f.default for f in dataclasses.fields(Trainer)}
 
 
 def contradictions(config: Config) -> list[str]:

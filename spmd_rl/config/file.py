@@ -22,10 +22,13 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from spmd_rl.config import rules
 from spmd_rl.config.settings import Config, Env
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 DOC = re.compile(r"(.*?)\n\s*\[([^\]]*)\] (.*)", re.DOTALL)  # of a setting
 
@@ -94,12 +97,16 @@ class Doc(NamedTuple):
 
 def field_docs(cls: type) -> dict[str, Doc]:
     """The string under each field of a settings class: its meaning, then "[unit] what it moves" on a new line."""
-    body = ast.parse(inspect.getsource(cls)).body[0].body
-    return {
-        node.target.id: Doc(*(" ".join(part.split()) for part in DOC.fullmatch(after.value.value).groups()))
-        for node, after in itertools.pairwise(body)
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-    }
+    (made,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(made, ast.ClassDef)
+    docs = {}
+    for setting, after in itertools.pairwise(made.body):
+        match setting, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                if (parts := DOC.fullmatch(text)) is None:
+                    raise ValueError(f"{cls.__name__}.{name}: its text ends with no line of unit and effect")
+                docs[name] = Doc(*(" ".join(part.split()) for part in parts.groups()))
+    return docs
 
 
 def sections() -> dict[str, type]:
@@ -113,7 +120,7 @@ def field_names(cls: type) -> list[str]:
     return [f.name for f in fields(cls)]
 
 
-def default(f: dataclasses.Field) -> str:
+def default(f: dataclasses.Field[Any]) -> str:
     """As TOML, or "(needed)"."""
     if f.default is not dataclasses.MISSING:
         return _toml(f.default)
@@ -132,7 +139,7 @@ def _toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _override(tree: dict, override: str) -> None:
+def _override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.split(".")
     if not equals or len(parts) < 2 or not all(parts):
@@ -150,7 +157,10 @@ def _override(tree: dict, override: str) -> None:
     tree[parts[-1]] = _Written(text, read["v"] if [*read] == ["v"] else text)  # a bare word is a string
 
 
-def _build(cls: type, tree: object, where: str) -> object:
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def _build(cls: type[T], tree: object, where: str) -> T:
     tree = tree.value if isinstance(tree, _Written) else tree
     if not isinstance(tree, Mapping):
         raise ValueError(f"config {where or 'file'}: expected a table, got {tree!r}")
@@ -182,7 +192,7 @@ def _value(kind: object, value: object, where: str) -> object:
         taken_as_text = kind is str and not isinstance(value.value, str)
         return value.text if taken_as_text else _value(kind, value.value, where)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _build(kind, value, f"{where}.")
     if origin is dict and isinstance(value, Mapping):
         return _plain(value) if args[1] is object else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}

@@ -9,7 +9,9 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.config.contradictions import contradictions
 from spmd_rl.config.settings import Config
@@ -114,8 +116,25 @@ MAY_BE_INFINITE = {  # bounds: infinity is none
 LONGEST_S = 1e8  # of settings in seconds, three years: timers overflow some decades later
 
 
+Problem = tuple[bool, str]  # whether a rule of several settings is broken, and what is wrong then
+
+
 def check(config: Config) -> None:
     """Every rule; ValueError for the first that is broken."""
+    _check_each(config)
+    problems = (_rollout_problems, _staleness_problems, _lora_problems, _engine_problems, _trainer_problems)
+    for wrong, message in chain.from_iterable(each(config) for each in problems):
+        if wrong:
+            raise ValueError(f"config: {message}")
+    for section, derived in (("topology", "split"), ("staleness", "age_bound")):
+        try:
+            getattr(config, derived)
+        except ValueError as error:
+            raise ValueError(f"config: {section}: {error}") from None
+
+
+def _check_each(config: Config) -> None:
+    """Check each setting alone; ValueError for the first that is wrong."""
     for key, choices in CHOICES.items():
         value = _get(config, key)
         if value not in choices:
@@ -129,14 +148,18 @@ def check(config: Config) -> None:
         value = _get(config, key)
         if not value >= least:
             raise ValueError(f"config: {key} = {value}: must be at least {least}")
-    rollout, inference, staleness, trainer = config.rollout, config.inference, config.staleness, config.trainer
     for name, env in config.env.items():
         for key, path in ((f"env.{name}.path", env.path), ("model.make", config.model.make or "a:b")):
             if path.count(":") != 1:
                 raise ValueError(f"config: {key} = {path!r}: an import path is written package.module:name")
         if not env.weight > 0:
             raise ValueError(f"config: env.{name}.weight = {env.weight}: must be above 0")
-    problems = [
+
+
+def _rollout_problems(config: Config) -> list[Problem]:
+    """List the rules of [env], [rollout] and [eval]."""
+    rollout, trainer = config.rollout, config.trainer
+    return [
         (not config.env, "no [env.NAME] section: name at least one environment"),
         (
             not 0 <= rollout.max_failure_rate <= 1,
@@ -152,6 +175,13 @@ def check(config: Config) -> None:
             rollout.group_size < 2 and trainer.advantage not in ("reinforce_pp", "gae"),
             f"rollout.group_size = {rollout.group_size}: advantages compare rollouts of one prompt, so 2 at least",
         ),
+    ]
+
+
+def _staleness_problems(config: Config) -> list[Problem]:
+    """List the rules of [staleness]."""
+    rollout, staleness = config.rollout, config.staleness
+    return [
         (
             staleness.max_concurrent < rollout.group_size,
             f"staleness.max_concurrent = {staleness.max_concurrent} is below rollout.group_size = "
@@ -180,21 +210,35 @@ def check(config: Config) -> None:
             not 0 < staleness.target_idle < 1,
             f"staleness.target_idle = {staleness.target_idle}: a share between 0 and 1",
         ),
-        (config.lora.rank > 0 and not config.lora.alpha > 0, f"lora.alpha = {config.lora.alpha}: must be above 0"),
-        (config.lora.rank > 0 and not config.lora.targets, "lora.targets = []: name at least one linear layer"),
+    ]
+
+
+def _lora_problems(config: Config) -> list[Problem]:
+    """List the rules of [lora]."""
+    lora, weights = config.lora, config.weights
+    return [
+        (lora.rank > 0 and not lora.alpha > 0, f"lora.alpha = {lora.alpha}: must be above 0"),
+        (lora.rank > 0 and not lora.targets, "lora.targets = []: name at least one linear layer"),
         (
-            config.lora.sync == "adapter" and config.lora.rank == 0,
+            lora.sync == "adapter" and lora.rank == 0,
             "lora.sync = 'adapter' with lora.rank = 0: the whole model is trained; set lora.rank",
         ),
         (
-            config.lora.sync == "adapter" and config.weights.mode != "full",
-            f"lora.sync = 'adapter' with weights.mode = {config.weights.mode!r}: additions change everywhere in every "
+            lora.sync == "adapter" and weights.mode != "full",
+            f"lora.sync = 'adapter' with weights.mode = {weights.mode!r}: additions change everywhere in every "
             "step and travel over the network; use weights.mode = 'full', or lora.sync = 'merged'",
         ),
+    ]
+
+
+def _engine_problems(config: Config) -> list[Problem]:
+    """List the rules of [inference] and [weights]."""
+    rollout, inference = config.rollout, config.inference
+    return [
         (
-            rollout.max_tokens >= config.inference.max_seq_len,
+            rollout.max_tokens >= inference.max_seq_len,
             f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in inference.max_seq_len = "
-            f"{config.inference.max_seq_len}",
+            f"{inference.max_seq_len}",
         ),
         (
             inference.engine == "native" and inference.tensor_parallel > 1,
@@ -221,17 +265,24 @@ def check(config: Config) -> None:
             f"weights.receive = 'in_place' with inference.engine = {inference.engine!r}, weights.mode = "
             f"{config.weights.mode!r}, lora.sync = {config.lora.sync!r}: needs 'native', 'full' or 'delta', 'merged'",
         ),
+    ]
+
+
+def _trainer_problems(config: Config) -> list[Problem]:
+    """List the rules of [data], [trainer] and [critic]."""
+    rollout, data, trainer, critic = config.rollout, config.data, config.trainer, config.critic
+    return [
         (
-            not config.data.min_solve_rate <= config.data.max_solve_rate <= 1 or config.data.revisit > 1,
-            f"data: min_solve_rate = {config.data.min_solve_rate} <= max_solve_rate = {config.data.max_solve_rate} <= "
-            f"1 and revisit = {config.data.revisit} <= 1 must hold",
+            not data.min_solve_rate <= data.max_solve_rate <= 1 or data.revisit > 1,
+            f"data: min_solve_rate = {data.min_solve_rate} <= max_solve_rate = {data.max_solve_rate} <= "
+            f"1 and revisit = {data.revisit} <= 1 must hold",
         ),
         (
             not 0 <= trainer.clip[0] <= 1,
             f"trainer.clip_low = {trainer.clip_low}: between 0 and 1, a ratio is never below 0; -1: as the loss has it",
         ),
         (trainer.clip[1] < 0, f"trainer.clip_high = {trainer.clip_high}: at least 0; -1: as the loss has it"),
-        (trainer.clip_dual and trainer.clip_dual <= 1, f"trainer.clip_dual = {trainer.clip_dual}: 0 or above 1"),
+        (trainer.clip_dual != 0 and trainer.clip_dual <= 1, f"trainer.clip_dual = {trainer.clip_dual}: 0 or above 1"),
         (
             trainer.importance_low > 1,
             f"trainer.importance_low = {trainer.importance_low}: at most 1, the weight of data of the policy itself",
@@ -241,19 +292,11 @@ def check(config: Config) -> None:
             f"trainer.overlong_buffer = {trainer.overlong_buffer}: at most rollout.max_tokens = {rollout.max_tokens}",
         ),
         (
-            not (0 <= config.critic.gamma <= 1 and 0 <= config.critic.lam <= 1),
-            f"critic.gamma = {config.critic.gamma} and critic.lam = {config.critic.lam}: each between 0 and 1",
+            not (0 <= critic.gamma <= 1 and 0 <= critic.lam <= 1),
+            f"critic.gamma = {critic.gamma} and critic.lam = {critic.lam}: each between 0 and 1",
         ),
         (not all(0 <= b < 1 for b in trainer.betas), f"trainer.betas = {trainer.betas}: each at least 0 and below 1"),
     ]
-    for wrong, message in problems:
-        if wrong:
-            raise ValueError(f"config: {message}")
-    for section, derived in (("topology", "split"), ("staleness", "age_bound")):
-        try:
-            getattr(config, derived)
-        except ValueError as error:
-            raise ValueError(f"config: {section}: {error}") from None
 
 
 def check_model_folder(config: Config) -> None:
@@ -265,7 +308,7 @@ def check_model_folder(config: Config) -> None:
         raise ValueError(f"model.path = {path!r}: no such folder, and model.make names nothing that makes it")
 
 
-def _get(config: Config, key: str) -> object:
+def _get(config: Config, key: str) -> Any:  # each setting has its own type
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 

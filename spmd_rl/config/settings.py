@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd_rl.config import topology
+from spmd_rl.config import topology as split_of_ranks
 from spmd_rl.config.age_bound import Bound, age_bound, batches_ahead
-
-SETTINGS = dataclass(frozen=True, kw_only=True)
 
 AUTO = -1.0  # stands for the number that the loss is usually used with
 
@@ -22,7 +20,7 @@ USUAL: dict[str, tuple[float, float, str]] = {
 """By loss: clip_low, clip_high and aggregation where they are not chosen."""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The run as a whole."""
 
@@ -53,7 +51,7 @@ class Run:
     [s] how long a signal may take to end the run; too low, and its checkpoint is lost"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """How the ranks of the job are split; inference + trainer must equal WORLD_SIZE."""
 
@@ -74,7 +72,7 @@ class Topology:
     [ranks] `trainer/peak_memory_bytes` falls for long sequences"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """The policy's model."""
 
@@ -96,7 +94,7 @@ class Model:
     [-] the tokens of every prompt"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Env:
     """One source of tasks."""
 
@@ -111,7 +109,7 @@ class Env:
     [-] what its class makes of them"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """What is sampled."""
 
@@ -144,7 +142,7 @@ class Rollout:
     [-] `rollout/skipped`, or a failed run"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Which tasks are drawn: by how often they were solved lately, and from where."""
 
@@ -163,7 +161,7 @@ class Data:
     [version] `data/drawn` begins at 0"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Staleness:
     """How far generation may run ahead of training."""
 
@@ -203,7 +201,7 @@ class Staleness:
     [-] hold, drain: `engine/idle`; restart: wasted tokens; continue: `engine/recompute`, mixed versions"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Inference:
     """The engines."""
 
@@ -233,7 +231,7 @@ class Inference:
     [MiB] `engine/kv_waiting`, `engine/kv_used` fall; memory rises"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Weights:
     """How new weights get to the engines."""
 
@@ -250,7 +248,7 @@ class Weights:
     [-] in_place: memory falls by one set of weights; `weights/pause_s` rises"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Trainer:
     """The optimizer step."""
 
@@ -380,7 +378,7 @@ class Trainer:
         return self.num_minibatches * self.num_epochs
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Lora:
     """Train low-rank additions instead of the model; engines compute with merged weights."""
 
@@ -400,7 +398,7 @@ class Lora:
     [-] adapter: `weights/sent_bytes` falls"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Critic:
     """Values for trainer.advantage = gae; without effect otherwise."""
 
@@ -427,7 +425,7 @@ class Critic:
     [-] turn: one advantage for all tokens of a turn"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Eval:
     """Evaluation, beside training and outside the gate."""
 
@@ -460,7 +458,7 @@ class Eval:
     [reward] `eval/ENV/avg@K`, `eval/ENV/pass@K`, `data/solved` fall"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """What a resume starts from."""
 
@@ -472,7 +470,7 @@ class Checkpoint:
     [checkpoints] disk"""
 
 
-@SETTINGS
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
@@ -492,9 +490,9 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     @property
-    def split(self) -> topology.Topology:
+    def split(self) -> split_of_ranks.Topology:
         """Which rank does what."""
-        return topology.Topology(
+        return split_of_ranks.Topology(
             num_inference=self.topology.inference,
             num_trainers=self.topology.trainer,
             dp_replicate=self.topology.dp_replicate,

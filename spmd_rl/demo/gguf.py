@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Gguf:
         _, version, num_tensors, num_metadata = self._read("4sIQQ")
         if version not in (2, 3):
             raise ValueError(f"{path}: GGUF version {version} is not supported")
-        self.metadata = {self._string(): self._value(*self._read("I")) for _ in range(num_metadata)}
+        self.metadata: dict[str, Any] = {self._string(): self._value(*self._read("I")) for _ in range(num_metadata)}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._kinds: dict[str, tuple[int, int]] = {}  # (tensor type, offset in bytes)
         for _ in range(num_tensors):
@@ -36,7 +37,7 @@ class Gguf:
             (num_dims,) = self._read("I")
             self.shapes[name] = self._read(f"{num_dims}Q")[::-1]  # the file has the fastest dim first
             self._kinds[name] = self._read("IQ")
-        alignment = self.metadata.get("general.alignment", 32)
+        alignment: int = self.metadata.get("general.alignment", 32)
         self._data_start = -(-self._at // alignment) * alignment
 
     def tensor(self, name: str) -> np.ndarray:
@@ -50,16 +51,17 @@ class Gguf:
         blocks = np.asarray(self._bytes[start : start + num_bytes]).reshape(-1, block_bytes)
         return decode(blocks).astype(np.float32).reshape(shape)
 
-    def _read(self, form: str) -> tuple:
-        out = struct.unpack_from("<" + form, self._bytes, self._at)
+    def _read(self, form: str) -> tuple[Any, ...]:
+        out = struct.unpack_from("<" + form, self._bytes.data, self._at)
         self._at += struct.calcsize("<" + form)
         return out
 
     def _string(self) -> str:
         (length,) = self._read("Q")
-        return self._read(f"{length}s")[0].decode()
+        text: bytes = self._read(f"{length}s")[0]
+        return text.decode()
 
-    def _value(self, kind: int) -> object:
+    def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
@@ -82,7 +84,8 @@ def _q8_0(blocks: np.ndarray) -> np.ndarray:
 def _q4_1(blocks: np.ndarray) -> np.ndarray:
     """fp16 scale, fp16 minimum, 16 bytes whose low nibbles are the values 0 … 15 and whose high ones are 16 … 31."""
     nibbles = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
-    return _half(blocks[:, :2]) * nibbles.astype(np.float32) + _half(blocks[:, 2:4])
+    values: np.ndarray = _half(blocks[:, :2]) * nibbles.astype(np.float32) + _half(blocks[:, 2:4])
+    return values
 
 
 _BLOCKS: dict[int, tuple[int, int, Callable[[np.ndarray], np.ndarray]]] = {  # type: (values, bytes, decode)

@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def convert(gguf: Gguf, folder: Path) -> None:
     tensor_file.write(weights(gguf), folder / "model.safetensors", {"format": "pt"})
 
 
-def model_config(meta: Mapping[str, object]) -> dict[str, object]:
+def model_config(meta: Mapping[str, Any]) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -140,7 +141,7 @@ def _state_name(name: str) -> str:
     raise ValueError(f"unexpected tensor {name!r}")
 
 
-def tokenizer(meta: Mapping[str, object]) -> Tokenizer:
+def tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
     """Byte-level BPE that takes each digit by itself."""
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
@@ -154,7 +155,7 @@ def tokenizer(meta: Mapping[str, object]) -> Tokenizer:
     return out
 
 
-def tokenizer_config(meta: Mapping[str, object]) -> dict[str, object]:
+def tokenizer_config(meta: Mapping[str, Any]) -> dict[str, object]:
     tokens = meta["tokenizer.ggml.tokens"]
     names = {**_SPECIAL_IDS, "unk": "unknown"}
     return {

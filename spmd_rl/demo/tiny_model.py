@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -47,6 +48,7 @@ def make_warm(folder: Path, seed: int = 0, reward: float = 0.5) -> None:
 
 
 def random_model(seed: int) -> Qwen3ForCausalLM:
+    special: dict[str, Any] = {f"{name}_token_id": i for i, name in enumerate(SPECIAL)}
     config = Qwen3Config(
         vocab_size=len(VOCAB),
         hidden_size=128,
@@ -59,7 +61,7 @@ def random_model(seed: int) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         dtype="float32",
         architectures=["Qwen3ForCausalLM"],
-        **{f"{name}_token_id": i for i, name in enumerate(SPECIAL)},
+        **special,
     )
     with torch.random.fork_rng(devices=[]):
         model = Qwen3ForCausalLM(config)
@@ -91,7 +93,7 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: Tokenizer, reward: float) -> Non
 def _right_episode(tokenizer: Tokenizer, digit: str) -> tuple[np.ndarray, np.ndarray]:  # [T] ids, [T] bool: sampled
     prompt = tokenizer.render(lookup.PROMPT)
     turns = [(prompt, False), (lookup.CALL, True), (lookup.tool_reply(digit), False), (digit, True)]
-    ids = [tokenizer.encode(part) if isinstance(part, str) else part for part, _ in turns]
+    ids = [np.asarray(tokenizer.encode(part) if isinstance(part, str) else part) for part, _ in turns]
     sampled = [np.full(len(part), is_sampled) for part, (_, is_sampled) in zip(ids, turns, strict=True)]
     return np.concatenate(ids), np.concatenate(sampled)
 

@@ -67,18 +67,18 @@ def tell(error: BaseException) -> Told:
     if isinstance(error.__cause__, StopIteration | StopAsyncIteration):  # that a coroutine raised: made another error
         users += _frames(error.__cause__, _is_users)
     frames = users or _frames(error, _is_shipped) or _frames(error, _is_installed)
-    place = f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    place, has_users = f"{frames[-1][0]}:{frames[-1][1]}" if frames else "", bool(users)
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
-        place, users = f"{os.path.abspath(error.filename)}:{error.lineno}", users or [()]
+        place, has_users = f"{os.path.abspath(error.filename)}:{error.lineno}", True
     if isinstance(error, BadReturn) and error.place:
-        place, users = error.place, users or [()]
+        place, has_users = error.place, True
     return Told(
         error=error,
         kind=printable(type(error).__name__),
         text=printable(error.msg if isinstance(error, SyntaxError) else _text(error)),
         place=place,
         frames=[_line(*frame) for frame in frames[-MOST_FRAMES:]],
-        users=bool(users),
+        users=has_users,
     )
 
 
@@ -103,7 +103,9 @@ def defined_at(function: object) -> str:
     """Where a function, method, class or callable object is defined; "" for what is not written in Python."""
     while isinstance(function, functools.partial):
         function = function.func
-    function = inspect.unwrap(getattr(function, "__func__", function))
+    function = getattr(function, "__func__", function)
+    if callable(function):
+        function = inspect.unwrap(function)
     if not isinstance(function, type) and not hasattr(function, "__code__") and callable(function):
         function = type(function).__call__
     code = getattr(function, "__code__", None)

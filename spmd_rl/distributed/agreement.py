@@ -36,10 +36,14 @@ class Store(Protocol):
 class Party(Protocol):
     """A rank among others: world.Meeting."""
 
-    rank: int
-    world_size: int
-    host: str
-    store: Store
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def store(self) -> Store: ...
 
 
 @dataclass(frozen=True, kw_only=True)

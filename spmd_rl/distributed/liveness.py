@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from spmd_rl.diagnostics.loop_watch import LoopWatch
 from spmd_rl.files.disk_watch import DiskWatch
@@ -150,7 +150,7 @@ class Liveness:
         stacks_folder: Path | None = None,  # where each rank leaves the stacks of its threads at a failure
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._store = store.clone()
+        self._store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         self._store.set_timeout(timedelta(seconds=heartbeat_timeout_s))
         self._rank, self._roles = rank, tuple(roles)
         self._on_failure, self._end = on_failure, end
@@ -217,11 +217,13 @@ class Liveness:
     def watch(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """From here on the event loop, this thread's, is expected to turn; None: no more."""
         role = self._roles[self._rank]
-        self._loop_watch = loop and LoopWatch(
-            loop=loop,
-            thread_id=threading.get_ident(),
-            warn=lambda text: print(f"warning: rank {self._rank} ({role}): {text}", file=sys.stderr, flush=True),
-        )
+        self._loop_watch = None
+        if loop is not None:
+            self._loop_watch = LoopWatch(
+                loop=loop,
+                thread_id=threading.get_ident(),
+                warn=lambda text: print(f"warning: rank {self._rank} ({role}): {text}", file=sys.stderr, flush=True),
+            )
 
     def report(self, text: str, *, rank: int | None = None, after_s: float = 0.0) -> None:
         """This rank (or the given one) has failed. Returns when the others can see it, or after `grace_s`.

@@ -105,10 +105,15 @@ class Outbox:
         sequence = 0
         while (message := self._queue.get()) is not None:
             pieces = self._codec.encode(message, sequence=sequence)
-            for work in [dist.isend(torch.from_numpy(piece), self.peer, group=self._group) for piece in pieces]:
+            for work in [self._send(piece) for piece in pieces]:
                 work.wait()
             del message, pieces, work  # or their memory would be kept until the next one
             sequence += 1
+
+    def _send(self, piece: np.ndarray) -> dist.Work:
+        work = dist.isend(torch.from_numpy(piece), self.peer, group=self._group)
+        assert work is not None  # this rank is in the group
+        return work
 
 
 class Inbox:
@@ -136,7 +141,8 @@ class Inbox:
 
     def _run(self) -> None:
         try:
-            sequence, coming = 0, self._expect()
+            sequence = 0
+            coming: dist.Work | None = self._expect()
             while coming is not None:
                 coming.wait()
                 header = header_of(self._first)
@@ -158,7 +164,9 @@ class Inbox:
         return self._receive(self._first)
 
     def _receive(self, piece: np.ndarray) -> dist.Work:
-        return dist.irecv(torch.from_numpy(piece), self.peer, group=self._group)
+        work = dist.irecv(torch.from_numpy(piece), self.peer, group=self._group)
+        assert work is not None  # this rank is in the group
+        return work
 
 
 def farewell(mail: Mail, *, timeout_s: float) -> None:

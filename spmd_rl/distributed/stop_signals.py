@@ -31,7 +31,7 @@ class StopSignals:
         self._first: float | None = None  # when it came to this process
         self._since = float("inf")  # when `code` was set
         self._lock = threading.Lock()
-        self._asked: Callable[[int], None] = lambda number: None
+        self._asked: Callable[[int], object] = lambda number: None
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # ignored under nohup
         self._watch = SignalWatch(received=self._received, signals=(signal.SIGTERM, signal.SIGINT, *hangup))
@@ -40,7 +40,7 @@ class StopSignals:
     def asked_s(self) -> float:
         return max(0.0, time.monotonic() - self._since)
 
-    def on_first(self, asked: Callable[[int], None]) -> None:
+    def on_first(self, asked: Callable[[int], object]) -> None:
         """Have `asked(signal number)` called, in a thread, at the first signal; at once if it has come already."""
         with self._lock:
             self._asked = asked

@@ -40,8 +40,10 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from spmd_rl.config.topology import Topology, check_world_size
@@ -167,7 +169,7 @@ def meet(timeout_s: float = 300.0) -> Meeting:
     timeout = timedelta(seconds=timeout_s)
     raw_store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     generation = _meet(raw_store, rank, world_size)
-    job = dist.PrefixStore("spmd_rl/job", raw_store.clone())  # not held up by a wait in `store`
+    job = PrefixStore("spmd_rl/job", raw_store.clone())  # not held up by a wait in `store`
     if job.check(["ended"]):
         print(f"rank {rank}: this job was refused or stopped, and is not started again", file=sys.stderr)
         end_process(int(job.get("ended")))
@@ -178,7 +180,7 @@ def meet(timeout_s: float = 300.0) -> Meeting:
         generation=generation,
         restarted=job.check(["started"]),
         job=job,
-        store=dist.PrefixStore(f"spmd_rl/{generation}", raw_store),
+        store=PrefixStore(f"spmd_rl/{generation}", raw_store),
         timeout_s=timeout_s,
     )
 
@@ -209,7 +211,7 @@ def join(
     store, generation = meeting.store, meeting.generation
     timeout = timedelta(seconds=meeting.timeout_s)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size, timeout=timeout
+        "gloo", store=PrefixStore("groups", store), rank=rank, world_size=world_size, timeout=timeout
     )
     device, place = _choose_device(topology, rank, local_rank)
     places = _exchange(store, rank, world_size, place)
@@ -252,7 +254,7 @@ def join(
     mesh = None
     if rank in trainers:
         mesh = DeviceMesh.from_group(
-            mesh_groups,
+            [mesh_group for mesh_group in mesh_groups if mesh_group is not None],
             device.type,
             mesh=ranks if len(axes) == 3 else ranks[..., 0],
             mesh_dim_names=axes,
@@ -290,7 +292,7 @@ def join(
 @contextmanager
 def alone() -> Iterator[ProcessGroup]:
     """Within the block a process outside of any torchrun has a group, of itself alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield dist.distributed_c10d._get_default_group()
     finally:

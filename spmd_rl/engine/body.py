@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spmd_rl.engine.states import States
 from spmd_rl.model.attention import Attend
@@ -19,12 +20,14 @@ from spmd_rl.model.causal_lm import head, run_body, run_rows
 from spmd_rl.model.logprobs import Head
 from spmd_rl.weights.layout import manifest, weights_of
 
+W = TypeVar("W")  # what a body computes with
 
-class Body(Protocol):
-    def prepare(self, tensors: Mapping[str, Tensor]) -> object:
+
+class Body(Protocol[W]):
+    def prepare(self, tensors: Mapping[str, Tensor]) -> W:
         """For `load`: the tensors, which must stay as they are, or what is made of them; from any thread."""
 
-    def load(self, weights: object) -> None:
+    def load(self, weights: W) -> None:
         """Compute with what `prepare` gave, from now on."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: States | None = None) -> Tensor:
@@ -45,7 +48,7 @@ class Body(Protocol):
 class Modules:
     """The modules themselves, their parameters and saved buffers pointed at the tensors of an update."""
 
-    def __init__(self, model: nn.Module, head_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, head_dtype: torch.dtype | None = None) -> None:
         """`head_dtype`: of logits and the products that they are made of; None: the weights'."""
         self._model, self._head_dtype = model, head_dtype
         self._places: dict[str, list[tuple[nn.Module, str]]] = {spec.name: [] for spec in manifest(model)}
@@ -67,7 +70,7 @@ class Modules:
                 else:
                     module._buffers[attribute] = tensors[name]
         made = head(self._model, self._head_dtype)
-        weight, bias = made.cast(made.weight, made.bias)
+        weight, bias = made.cast(made.weight), None if made.bias is None else made.cast(made.bias)
         self._head = replace(made, weight=weight, bias=bias)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: States | None = None) -> Tensor:

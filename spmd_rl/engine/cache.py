@@ -144,6 +144,7 @@ class Cache:
     def make_room(self, sequence: Sequence) -> None:
         """Before its last token is computed: move it to a larger slab where its own is full."""
         slab, row, held = sequence.slab, sequence.row, len(sequence.tokens) - 1
+        assert slab is not None
         if held == slab.capacity:
             self._slab_for(held + 1).add(sequence, slab.held(sequence, held))
             slab.remove(sequence, row)

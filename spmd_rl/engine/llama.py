@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spmd_rl.engine.matrix import Matrix
+from spmd_rl.engine.states import States
 from spmd_rl.model.attention import Attend, Rule
 from spmd_rl.model.causal_lm import head, kv_shape
 from spmd_rl.model.logprobs import Head
+from spmd_rl.model.parts import decoder_layers
 
 ARCHITECTURES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # the table does not depend on the sequence
@@ -52,7 +55,7 @@ class LlamaBody:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         max_seq_len: int,
         device: torch.device,
         *,
@@ -65,16 +68,18 @@ class LlamaBody:
         self._heads = config.num_attention_heads
         _, self._kv_heads, self._dim = kv_shape(config)
         like = torch.empty(0, dtype=model.dtype, device=device)
-        cos, sin = model.base_model.rotary_emb(like, torch.arange(max_seq_len, device=device)[None])
+        rotary = model.base_model.rotary_emb
+        assert isinstance(rotary, nn.Module)
+        cos, sin = rotary(like, torch.arange(max_seq_len, device=device)[None])
         half = self._dim // 2
         # rotate_half(x) * sin = roll(x, D/2) * [-sin, sin]
         self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
-        windowed = [config if config.model_type == "mistral" else layer.self_attn for layer in model.base_model.layers]
+        windowed = [config if config.model_type == "mistral" else layer.self_attn for layer in decoder_layers(model)]
         windows = [getattr(owner, "sliding_window", None) for owner in windowed]
         self._rules = [Rule(scale=self._dim**-0.5, window=window) for window in windows]
 
     @staticmethod
-    def fits(model: nn.Module) -> bool:
+    def fits(model: PreTrainedModel) -> bool:
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
         plain = type(model).__name__ in ARCHITECTURES and config.hidden_act == "silu"
@@ -86,14 +91,14 @@ class LlamaBody:
             layers=[_layer(tensors, f"model.layers.{i}.", self._one_row) for i in range(len(self._rules))],
             embedding=tensors["model.embed_tokens.weight"],
             norm=tensors["model.norm.weight"],
-            products=Matrix(self._head.cast(weight), one_row=self._one_row),
+            products=Matrix([self._head.cast(weight)], one_row=self._one_row),
             head=replace(self._head, weight=weight),
         )
 
     def load(self, weights: _Weights) -> None:
         self._weights = weights
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: None = None) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, states: States | None = None) -> Tensor:
         weights, x = self._weights, F.embedding(token_ids, self._weights.embedding)
         cos, sin = self._cos[positions], self._sin[positions]
         num = len(x)
@@ -108,14 +113,15 @@ class LlamaBody:
                 q, k = self._normed(q, vectors["self_attn.q_norm"]), self._normed(k, vectors["self_attn.k_norm"])
                 qk = torch.cat([q, k], 1)
             torch.addcmul(qk * cos, qk.roll(self._dim // 2, -1), sin, out=rotated)
-            a = attend(index, *qkv.split(parts, 1), rule)
+            q, k, v = qkv.split(parts, 1)
+            a = attend(index, q, k, v, rule)
             x += matrices["out"](a.reshape(num, -1), vectors.get("out"))
             gate, up = matrices["gate_up"](self._normed(x, vectors["post_attention_layernorm"])).chunk(2, -1)
             x += matrices["down"](F.silu(gate).mul_(up))
         return self._normed(x, weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head.finish(self._weights.products(*self._head.cast(hidden)))
+        return self._head.finish(self._weights.products(self._head.cast(hidden)))
 
     @property
     def head(self) -> Head:

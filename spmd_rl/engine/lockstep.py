@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,8 +124,8 @@ def follow(
         for call, *arguments in calls:
             match call, arguments:
                 case "submit", (request_id, prompt, sampling):
-                    sampling |= {name: tuple(sampling[name]) for name in ("stop_ids", "stop")}
-                    engine.submit(request_id, np.array(prompt, np.int32), Sampling(**sampling))
+                    tuples = {name: tuple(sampling[name]) for name in ("stop_ids", "stop")}
+                    engine.submit(request_id, np.array(prompt, np.int32), Sampling(**sampling | tuples))
                 case "cancel", (request_id,):
                     engine.cancel(request_id)
                 case "step", ():
@@ -143,12 +144,13 @@ def follow(
                     raise RuntimeError(f"the leader's plan says {unknown}: do all ranks run the same code?")
 
 
-def _next_plan(group: ProcessGroup) -> tuple[int, list[list[JSON]]]:
+def _next_plan(group: ProcessGroup) -> tuple[int, list[list[Any]]]:  # JSON, as `Leader` of the same code wrote it
     size = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(size, group=group, group_src=0)
     plan = torch.zeros(int(size), dtype=torch.uint8)
     dist.broadcast(plan, group=group, group_src=0)
-    return json.loads(plan.numpy().tobytes())
+    digest, calls = json.loads(plan.numpy().tobytes())
+    return digest, calls
 
 
 def _digest(digest: int, ended: list[tuple[int, Completion]]) -> int:

@@ -41,6 +41,7 @@ class Matrix:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         num = len(x)
+        out: Tensor
         if self._packed is not None:
             rows = x if num >= FEWEST_ROWS else F.pad(x, (0, 0, 0, FEWEST_ROWS - num))
             out = torch.ops.mkldnn._linear_pointwise.default(rows, self._packed, None, "none", [], "")[:num]

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from spmd_rl.engine.body import Body, Modules
 from spmd_rl.engine.cache import Cache, Prefix, Sequence, Slab
@@ -42,7 +44,7 @@ class NativeEngine:
     def __init__(
         self,
         *,
-        model: nn.Module,  # from `model.build`; its parameters may be on the meta device
+        model: PreTrainedModel,  # from `model.build`; its parameters may be on the meta device
         device: torch.device,
         max_slots: int = 32,  # sequences computed at a time
         max_seq_len: int = 4096,  # prompt and completion, in tokens
@@ -77,7 +79,7 @@ class NativeEngine:
         self._deterministic, self._decode = deterministic, decode
         short = functional and LlamaBody.fits(model)
         one_row = deterministic or max_slots == 1
-        self._body: Body = (
+        self._body: Body[Any] = (  # of what its own `prepare` gives
             LlamaBody(model, max_seq_len, device, one_row=one_row, head_dtype=head_dtype)
             if short
             else Modules(model, head_dtype)
@@ -284,7 +286,8 @@ class NativeEngine:
 
         Layers that carry states begin with a whole prefix: then at least one, and more while they fit.
         """
-        chunks, budget = [], self.prefill_budget
+        chunks: list[tuple[Prefix, int, int]] = []
+        budget = self.prefill_budget
         for job in self._jobs:
             if job.base is not None and job.base.last_hidden is None:
                 break
@@ -293,7 +296,7 @@ class NativeEngine:
             if job.base is not None:
                 job.num_done = min(len(job.base.tokens), len(job.tokens) - 1)
                 for layer, kv in job.base.kv.items():
-                    job.hold(layer, *kv[:, :, : job.num_done], 0)
+                    job.hold(layer, kv[0, :, : job.num_done], kv[1, :, : job.num_done], 0)
                 job.base = None
             left = len(job.tokens) - job.num_done
             if self._deterministic and min(left, self.prefill_budget) > budget:
@@ -355,7 +358,8 @@ class NativeEngine:
         sequences = decoding + [s for p in ready for s in p.waiting]
         if not sequences:
             return []
-        states = torch.cat([hidden, *(p.last_hidden[None] for p in ready)]) if ready else hidden
+        complete = [p.last_hidden for p in ready if p.last_hidden is not None]
+        states = torch.cat([hidden, *(last[None] for last in complete)]) if ready else hidden
         source = list(range(len(decoding))) + [len(decoding) + i for i, p in enumerate(ready) for _ in p.waiting]
         if self._deterministic:
             logits = torch.cat([self._body.logits(state[None]) for state in states])

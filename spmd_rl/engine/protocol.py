@@ -14,9 +14,17 @@ from spmd_rl.types import Completion, Sampling
 class Engine(Protocol):
     """Driven by one thread, which calls `step` while there is work; nothing here blocks for longer than a step."""
 
-    version: int  # of the loaded weights, -1 before the first load
-    prefill_budget: int  # prompt tokens that one step computes, at most
-    scored_choices: np.ndarray  # of the last `score`: [T, layers · k] int16, experts of each token; [., 0]: not known
+    @property
+    def version(self) -> int:
+        """Version of the loaded weights, -1 before the first load."""
+
+    @property
+    def prefill_budget(self) -> int:
+        """Prompt tokens that one step computes, at most."""
+
+    @property
+    def scored_choices(self) -> np.ndarray:
+        """[T, layers · k] int16, experts of each token of the last `score`; [., 0]: not known."""
 
     @property
     def num_running(self) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spmd_rl.model.causal_lm import cache_keyword
 from spmd_rl.model.parts import body
@@ -28,7 +29,7 @@ class Key(NamedTuple):
 
     layer: int
     kind: str  # of KINDS
-    index: int
+    number: int  # of its kind in the layer
 
 
 class _Layer(NamedTuple):
@@ -44,8 +45,8 @@ class _Layers:
         self._held = held
 
     def __getitem__(self, layer: int) -> _Layer:
-        of = {kind: {k.index: x for k, x in self._held.items() if k[:2] == (layer, kind)} for kind in KINDS}
-        return _Layer(*of.values())
+        conv, recurrent = ({k.number: x for k, x in self._held.items() if k[:2] == (layer, kind)} for kind in KINDS)
+        return _Layer(conv, recurrent)
 
 
 class States:
@@ -91,7 +92,7 @@ class States:
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return any(layer_idx in (None, key.layer) and state_idx in (None, key.index) for key in self.held)
+        return any(layer_idx in (None, key.layer) and state_idx in (None, key.number) for key in self.held)
 
     @property
     def layers(self) -> _Layers:
@@ -119,6 +120,9 @@ class Carrier(Protocol):
     states: States | None  # of one row
 
 
+_NO_STATE = torch.empty(0)  # of a sequence that the last step did not have
+
+
 class Joined:
     """The states of the sequences of the last step, side by side: joined anew where others take part in the next."""
 
@@ -132,7 +136,7 @@ class Joined:
             rows = {id(s): row for row, s in enumerate(self._sequences)}
             old, held = self._states.held, {}
             for key in list(sequences[0].states.held if sequences[0].states is not None else old):
-                before = old.pop(key, None)  # one state after the other, so that there are not two of all
+                before = old.pop(key, _NO_STATE)  # one state after the other, so that there are not two of all
                 held[key] = torch.cat(
                     [before[rows[id(s)]][None] if s.states is None else s.states.held[key] for s in sequences]
                 )
@@ -145,7 +149,7 @@ class Joined:
         self._sequences, self._states = [], States()
 
 
-def state_bytes(model: nn.Module, device: torch.device) -> int:
+def state_bytes(model: PreTrainedModel, device: torch.device) -> int:
     """What one sequence carries, whatever its length: by a token through each kind of layer that holds a convolution.
 
     On the meta device, but where `device` may have kernels of its own for such layers.
@@ -167,7 +171,7 @@ def state_bytes(model: nn.Module, device: torch.device) -> int:
     return total
 
 
-def clamp_time_steps(model: nn.Module) -> None:
+def clamp_time_steps(model: PreTrainedModel) -> None:
     """Make Mamba 2 layers clamp their time steps in every form, in place.
 
     The form for many tokens clamps softplus(projection + bias) to a layer's limits and that for one token does not:
@@ -175,10 +179,9 @@ def clamp_time_steps(model: nn.Module) -> None:
     """
     for module in body(model).modules():
         low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
-        if hasattr(module, "in_proj") and hasattr(module, "dt_bias") and (low > 0 or high < math.inf):
-            module.in_proj.register_forward_hook(
-                partial(_clamped, module, _before_softplus(low), _before_softplus(high))
-            )
+        projection = getattr(module, "in_proj", None)
+        if isinstance(projection, nn.Module) and hasattr(module, "dt_bias") and (low > 0 or high < math.inf):
+            projection.register_forward_hook(partial(_clamped, module, _before_softplus(low), _before_softplus(high)))
 
 
 def _before_softplus(value: float) -> float:
@@ -187,5 +190,6 @@ def _before_softplus(value: float) -> float:
 
 def _clamped(mixer: nn.Module, low: float, high: float, _: nn.Module, __: object, projected: Tensor) -> Tensor:
     bias = mixer.dt_bias
+    assert isinstance(bias, Tensor)
     rest, steps = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
     return torch.cat([rest, steps.clamp((low - bias).to(steps.dtype), (high - bias).to(steps.dtype))], -1)

@@ -36,19 +36,21 @@ class _Rows:
         mask = None if self._even else self._mask(rule, q.dtype)
         oldest = rule.oldest(self._length - 1) if self._even else 0
         cached = self._slab.kv[layer]  # [2, rows, H_kv, capacity, D]
-        every, held, new = self._every, self._held, (k[0].transpose(0, 1), v[0].transpose(0, 1))
+        new, seen = (k[0].transpose(0, 1), v[0].transpose(0, 1)), slice(oldest, self._length)
         q = q.view(k.shape[1], -1, self.num, q.shape[3]).permute(2, 0, 1, 3)  # queries of a key head: positions
         sinks = None if rule.sinks is None else rule.sinks.view(*q.shape[1:3], 1)
-        attend = _attend
         if self._on_cpu and q.dtype == torch.float32:
-            attend, mask = _attend_in_numpy, None if mask is None else mask.numpy()
-            sinks = None if sinks is None else sinks.numpy()
-            q, cached, every, held, *new = (x.numpy() for x in (q, cached, every, held, *new))
-        cached = cached[:, self._rows]
-        for mine, its in zip(cached, new, strict=True):
-            mine[every, :, held] = its
-        keys, values = cached[:, :, :, oldest : self._length]
-        return attend(q, keys, values, mask, sinks, rule).reshape(1, self.num, -1, q.shape[3])
+            arrays = cached.numpy()[:, self._rows]
+            for array, its in zip(arrays, new, strict=True):
+                array[self._every.numpy(), :, self._held.numpy()] = its.numpy()
+            masked, of_sinks = None if mask is None else mask.numpy(), None if sinks is None else sinks.numpy()
+            out = _attend_in_numpy(q.numpy(), arrays[0, :, :, seen], arrays[1, :, :, seen], masked, of_sinks, rule)
+        else:
+            cached = cached[:, self._rows]
+            for mine, its in zip(cached, new, strict=True):
+                mine[self._every, :, self._held] = its
+            out = _attend(q, cached[0, :, :, seen], cached[1, :, :, seen], mask, sinks, rule)
+        return out.reshape(1, self.num, -1, q.shape[3])
 
     def _mask(self, rule: Rule, dtype: torch.dtype) -> Tensor:
         seen = rule.window, rule.chunk
@@ -126,10 +128,13 @@ class StepAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         outs = []
         for rows in self._rows:
-            own = (x if rows.num == x.shape[2] else x.narrow(2, rows.start, rows.num) for x in (q, k, v))
-            outs.append(rows.attend(layer, *own, rule))
+            if rows.num == q.shape[2]:
+                outs.append(rows.attend(layer, q, k, v, rule))
+                continue
+            rows_q, rows_k, rows_v = (x.narrow(2, rows.start, rows.num) for x in (q, k, v))
+            outs.append(rows.attend(layer, rows_q, rows_k, rows_v, rule))
         for prefix, begin, end, start in self._chunks:
             own = slice(start, start + end - begin)
-            kept = prefix.hold(layer, k[0, :, own], v[0, :, own], begin)
-            outs.append(causal_attention(q[:, :, own], *kept[:, None, :, :end], rule).transpose(1, 2))
+            kept = prefix.hold(layer, k[0, :, own], v[0, :, own], begin)[:, None, :, :end]
+            outs.append(causal_attention(q[:, :, own], kept[0], kept[1], rule).transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

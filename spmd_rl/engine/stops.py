@@ -9,10 +9,11 @@ TOKENS_PER_CHARACTER = 4  # at most: a character of UTF-8 is up to four bytes, e
 Decode = Callable[[Sequence[int]], str]  # token ids → text, special tokens written out
 
 
-def completes_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> bool:
+def completes_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Decode | None) -> bool:
     """Whether the text of the sampled tokens holds one of the strings, none of which it held before the last token."""
     if not stop:
         return False
+    assert decode is not None  # or `check_stop` has refused the strings
     tail = decode(token_ids[-TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1) :])
     return any(text in tail for text in stop)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -212,6 +212,7 @@ class EngineThread:
         if not self._swap_is_due:
             return
         swap = self._swap
+        assert swap is not None
         if self._on_update == "restart":
             for request_id in self._running.keys() - swap.cancelled:
                 self.engine.cancel(request_id)
@@ -276,7 +277,7 @@ class EngineThread:
             return
         self._answer(request.future, (completion, request.wasted_tokens))
 
-    def _answer(self, future: asyncio.Future, result: object) -> None:
+    def _answer(self, future: asyncio.Future[Any], result: object) -> None:
         def answer() -> None:
             if future.done():  # the caller is gone
                 return

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -168,7 +168,8 @@ class VllmEngine:
 
     @property
     def kv_used(self) -> float:
-        return self._engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
+        used: float = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
+        return used
 
     @property
     def recomputes(self) -> bool:
@@ -245,7 +246,7 @@ class VllmEngine:
             parallel_state._WORLD = parallel_state._NODE_COUNT = None
         del self._engine
 
-    def _start(self, **settings: object) -> LLMEngine:
+    def _start(self, **settings: Any) -> LLMEngine:  # of vLLM, each of a type of its own
         os.environ.update(_SETTINGS)
         for variable, value in _DEFAULTS.items():
             os.environ.setdefault(variable, value)
@@ -307,7 +308,7 @@ class VllmEngine:
             **others,
         )
 
-    def _advance(self) -> list | None:
+    def _advance(self) -> list[Any] | None:  # as vLLM has them
         """One step of vLLM, sorted into requests; the prompt's log-probs once `score`'s request has ended."""
         self._on_device()
         scored = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from spmd_rl.envs.environment import drawn
 from spmd_rl.envs.single_turn import SingleTurn
@@ -43,13 +44,13 @@ class Arithmetic:
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
         return drawn(seed, split, self._draw, key=self._pair)
 
-    def prompt(self, data: Mapping[str, object]) -> Messages:
+    def prompt(self, data: Mapping[str, Any]) -> Messages:
         return [
             {"role": "system", "content": self._system},
             {"role": "user", "content": f"What is {data['question']}?"},
         ]
 
-    def reward(self, data: Mapping[str, object], reply: str) -> float:
+    def reward(self, data: Mapping[str, Any], reply: str) -> float:
         return last_number_equals(reply, data["answer"])
 
     def _pair(self, task: Task) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from spmd_rl.envs.chat import Chat, with_tool
@@ -23,9 +23,13 @@ SYSTEM = (
 )
 WEIGHTS = {"answer": 0.9, "call": 0.1}
 LONGEST = 200  # characters of an expression; no powers, so this bounds the time too
-_BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_BINARY: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 _BINARY |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
-_UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+_UNARY: dict[type, Callable[[Fraction], Fraction]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 
 
 class Calculator:

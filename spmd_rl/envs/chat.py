@@ -13,6 +13,7 @@ detected by that text: the conversation then goes on in a new segment, a context
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from spmd_rl.envs.environment import Generate, take_turn
 from spmd_rl.model.tokenizer import Messages, Tokenizer
@@ -43,7 +44,7 @@ class Chat:
             raise ValueError(f"on_rewrite = {on_rewrite!r}: must be one of {', '.join(REWRITES)}")
         self.rollout = Rollout(env=task.env, task_id=task.task_id)
         self.messages = list(messages)
-        self.variables = dict(variables or {})
+        self.variables: dict[str, Any] = dict(variables or {})
         self._tokenizer, self._generate = tokenizer, generate
         self._refuse, self._rule = on_rewrite == "refuse", rule
         self.completion: Completion | None = None  # the newest turn as it was sampled

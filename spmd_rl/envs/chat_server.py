@@ -86,7 +86,7 @@ class Refused(Exception):
 class _Episode:
     chat: Chat
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one request at a time
-    requests: set[asyncio.Task] = field(default_factory=set)
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
     error: NotRetried | None = None  # that a request ended in
     calls: dict[str, str] = field(default_factory=dict)  # first tool call's id -> the reply as it was sampled
     cut: dict[tuple[int, str], str] = field(default_factory=dict)  # place and text up to a stop string -> the same
@@ -105,7 +105,7 @@ class ChatServer:
         self._episodes: dict[str, _Episode] = {}  # by the secret in their path
         self._starting = asyncio.Lock()
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task] = set()
+        self._connections: set[asyncio.Task[Any]] = set()
         self._num_reading = 0
 
     async def episode(self, task: Task, generate: Generate, play: Callable[[str], Awaitable[T]]) -> tuple[Rollout, T]:
@@ -142,7 +142,7 @@ class ChatServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request a connection."""
-        connection = asyncio.current_task()
+        connection = _this_task()
         self._connections.add(connection)
         connection.add_done_callback(self._connections.discard)
         try:
@@ -201,7 +201,7 @@ class ChatServer:
 
     async def _complete(self, episode: _Episode, body: Mapping[str, Any]) -> dict[str, Any]:
         asked = _Asked.of(body)
-        chat, request = episode.chat, asyncio.current_task()
+        chat, request = episode.chat, _this_task()
         episode.requests.add(request)
         request.add_done_callback(episode.requests.discard)
         async with episode.lock:
@@ -225,7 +225,10 @@ class ChatServer:
             raise Refused(400, f"this model's maximum context length is reached by the {num_context} tokens so far")
         finish_reason = "length" if chat.truncated else "tool_calls" if calls else "stop"
         message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
-        logprobs = {"content": self._logprobs(chat.completion)} if asked.logprobs else None
+        logprobs = None
+        if asked.logprobs:
+            assert chat.completion is not None
+            logprobs = {"content": self._logprobs(chat.completion)}
         return {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
@@ -383,9 +386,15 @@ def _model() -> dict[str, object]:
     return {"id": MODEL, "object": "model", "created": 0, "owned_by": "spmd_rl"}
 
 
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None  # only coroutines ask
+    return task
+
+
 async def _unless_gone(reader: asyncio.StreamReader, answer: Coroutine[Any, Any, T]) -> T:
     """The answer to a request that has been read; cancelled with this task as soon as the client hangs up."""
-    request = asyncio.current_task()
+    request = _this_task()
 
     async def give_up() -> None:
         with contextlib.suppress(ConnectionError):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from spmd_rl.diagnostics.user_code import shown
-from spmd_rl.envs.dataset import Dataset, Row
+from spmd_rl.envs.dataset import Dataset
 from spmd_rl.envs.environment import Data
 from spmd_rl.envs.prompts import Prompt, json_in, text_of
 from spmd_rl.envs.single_turn import SingleTurn
+from spmd_rl.files.row_files import Row
 from spmd_rl.model.tokenizer import Messages, Tokenizer
 from spmd_rl.rewards.text import thought_out
 
@@ -96,14 +98,14 @@ class Choice:
         return self._prompt.check(row) | {"choices": choices, "answer": answer}
 
 
-def choices_of(value: object, column: str) -> tuple[list[str], list[str]]:
+def choices_of(written: object, column: str) -> tuple[list[str], list[str]]:
     """The texts of the choices and the labels that the row gives them, [] where it gives none.
 
     A list of texts or numbers; letters with texts {"A": "red", …}; {"text": […], "label": […]} as ARC has it, or a list
     of {"text": …, "label": …}; any of these as JSON in a string.
     """
-    value = json_in(value, ("[", "{"))
-    labels: list[object] = []
+    value: Any = json_in(written, ("[", "{"))  # looked at below
+    labels: Any = []
     if isinstance(value, Mapping) and value.keys() == _ARC:
         value, labels = value["text"], value["label"]
     elif isinstance(value, Mapping):
@@ -152,7 +154,9 @@ def right(answer: object, choices: Sequence[str], labels: Sequence[str] = ()) ->
 
 def _refuse_two_readings(answer: object, choices: object) -> None:
     """Of a number among numbers: the place of a choice, and another choice."""
-    numbers = [one for one in choices if isinstance(one, int | float)] if isinstance(choices, list) else []
+    if not isinstance(choices, list):
+        return
+    numbers = [one for one in choices if isinstance(one, int | float)]
     if isinstance(answer, int) and answer in numbers and choices[answer : answer + 1] != [answer]:
         raise ValueError(f"the answer {answer!r} is the place of a choice, and another one of {choices}")
 
@@ -281,6 +285,7 @@ def _marked(text: str, letters: str, by_text: Mapping[str, str]) -> set[str]:
     if len(found) != 1:
         return set()  # it lists the choices, or has no such line
     at = re.compile(rf"([{letters}{letters.lower()}])").search(matches[0].string, matches[0].start(1))
+    assert at is not None  # the letter that the line was matched by
     return _with_alternatives(matches[0].string, at, letters)
 
 

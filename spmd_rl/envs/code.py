@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Mapping
 
 from spmd_rl.diagnostics.user_code import shown
-from spmd_rl.envs.dataset import Dataset, Row
+from spmd_rl.envs.dataset import Dataset
 from spmd_rl.envs.environment import Data
 from spmd_rl.envs.prompts import Prompt, json_in
 from spmd_rl.envs.single_turn import SingleTurn
+from spmd_rl.files.row_files import Row
 from spmd_rl.model.tokenizer import Messages, Tokenizer
 from spmd_rl.processes.sandbox import Sandbox
 from spmd_rl.rewards.program_tests import code_of, outputs_equal, statements_passed

@@ -16,6 +16,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.files.row_files import Row, row_files, rows_of, value_at
 from spmd_rl.types import Task
@@ -104,7 +105,7 @@ class Epochs(Iterator[Task]):
     def state(self) -> dict[str, object]:
         return {"epochs": [list(run) for run in self._begun], "holdout": self._holdout}
 
-    def restore(self, state: Mapping[str, object]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Begin again with the epochs of `state`; ValueError where rows of theirs are missing now."""
         epochs = [(times, num) for times, num in state["epochs"]]
         begun, most = sum(times for times, _ in epochs), max((num for _, num in epochs), default=0)

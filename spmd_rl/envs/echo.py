@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from spmd_rl.envs.environment import drawn
 from spmd_rl.envs.single_turn import SingleTurn
@@ -28,10 +29,10 @@ class Echo:
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
         return drawn(seed, split, self._draw)
 
-    def prompt(self, data: Mapping[str, object]) -> str:
+    def prompt(self, data: Mapping[str, Any]) -> str:
         return f"{data['letter']}:"
 
-    def reward(self, data: Mapping[str, object], reply: str) -> float:
+    def reward(self, data: Mapping[str, Any], reply: str) -> float:
         return share_of(reply, data["letter"], length=self._length)
 
     def _draw(self, rng: random.Random) -> Task:

@@ -38,7 +38,8 @@ class Endpoint:
         self.close = self._server.close
 
     def tasks(self, seed: int, split: str) -> Iterator[Task]:
-        return self._tasks(seed, split)
+        tasks: Iterator[Task] = self._tasks(seed, split)
+        return tasks
 
     async def rollout(self, task: Task, generate: Generate) -> Rollout:
         rollout, reward = await self._server.episode(task, generate, lambda url: self._program(url, task.data))

@@ -13,7 +13,7 @@ import itertools
 import pkgutil
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rewards.text import applicable, number, weighted_sum
 from spmd_rl.types import Completion, Resumable, Rollout, Task
 
-Data = Mapping[str, object]  # of a task
+Data = Mapping[str, Any]  # of a task: JSON; only its environment knows what is in it
 HELD_OUT = 5  # one in so many generated tasks is evaluated and never trained on
 MOST_MISSES = 10_000  # tasks in a row that belong to another split
 
@@ -152,9 +152,6 @@ def checked_tasks(name: str, environment: Environment, *, seed: int, split: str)
     return tasks
 
 
-_END = object()
-
-
 class _FromFirst(Iterator[Task]):
     """Tasks whose first one has been looked at; each is one, or a BadReturn of the function that gives them."""
 
@@ -166,12 +163,12 @@ class _FromFirst(Iterator[Task]):
         if self._first:
             return self._first.pop()
         with refused(f"environment {self._name}: its tasks"):
-            task = next(self._tasks, _END)
-            if task is not _END and not isinstance(task, Task):
-                raise BadReturn(f"{shown(task)} is no Task", self._function)
-        if task is _END:
+            found = list(itertools.islice(self._tasks, 1))
+            if found and not isinstance(found[0], Task):
+                raise BadReturn(f"{shown(found[0])} is no Task", self._function)
+        if not found:
             raise StopIteration
-        return task
+        return found[0]
 
     def peek(self) -> Task | None:
         """The first one, which stays the first; None where there is none."""
@@ -182,6 +179,7 @@ class _FromFirst(Iterator[Task]):
         return self._tasks.state() if isinstance(self._tasks, Resumable) else None
 
     def restore(self, state: Mapping[str, object]) -> None:
+        assert isinstance(self._tasks, Resumable)  # or there would be no state
         self._tasks.restore(state)
         self._first = []
 
@@ -198,7 +196,7 @@ def load(path: str, *, tokenizer: Tokenizer, args: Mapping[str, object]) -> Envi
         except TypeError as error:
             known = [name for name in signature.parameters if name != "tokenizer"]
             raise Refused(f"environment {path}: {error}; its settings: {', '.join(known) or 'none'}") from error
-        environment = cls(tokenizer=tokenizer, **args)
+        environment: Environment = cls(tokenizer=tokenizer, **args)
         if lacks := [name for name in ("tasks", "rollout") if not callable(getattr(environment, name, None))]:
             raise Refused(f"environment {path}: {shown(environment)} has no method {lacks[0]}")
     return environment

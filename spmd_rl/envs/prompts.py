@@ -12,13 +12,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from typing import Any
 
 from spmd_rl.diagnostics.user_code import shown
-from spmd_rl.envs.dataset import Row
+from spmd_rl.files.row_files import Row
 from spmd_rl.model.tokenizer import Messages
 from spmd_rl.rewards.text import fill
 
-UNSET = (None, "", [], {})  # what a key has that only other rows need
+UNSET: tuple[object, ...] = (None, "", [], {})  # what a key has that only other rows need
 ROLES = ("system", "user", "assistant", "tool")
 _REPR = re.compile(
     r"\s*(?:array\()?\[\s*\{\s*['\"](?:role|content|from|value)['\"]\s*:"
@@ -57,7 +58,7 @@ class Prompt:
         others = {name: text_of(row[name], name, blank=True) for name in self.columns if name in row}
         return row | {"question": question} | others
 
-    def messages(self, data: Mapping[str, object], **values: str) -> Messages:
+    def messages(self, data: Mapping[str, Any], **values: str) -> Messages:
         """`values` are filled in beside what the row has."""
         question = data["question"]
         before, text = ([], question) if isinstance(question, str) else (question[:-1], question[-1]["content"])
@@ -86,8 +87,11 @@ def text_of(value: object, column: str, *, blank: bool = False) -> str:
         if not value.isascii():
             _encodable(value, column)
         return value
-    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if not number or (not isinstance(value, int) and not math.isfinite(value)):
+    if (
+        not isinstance(value, int | float | Decimal)
+        or isinstance(value, bool)
+        or (not isinstance(value, int) and not math.isfinite(value))
+    ):
         raise ValueError(f"column {column!r} has {shown(value)}, wanted is a text or a number")
     return f"{value:f}" if isinstance(value, Decimal) else str(value)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from spmd_rl.envs.answers import answers_of, checked_answer
 from spmd_rl.envs.chat import Chat, with_tool
-from spmd_rl.envs.dataset import Dataset, Row
+from spmd_rl.envs.dataset import Dataset
 from spmd_rl.envs.environment import Generate, judged
 from spmd_rl.envs.prompts import Prompt
+from spmd_rl.files.row_files import Row
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.processes.sandbox import Execution, Sandbox
 from spmd_rl.rewards.program_tests import code_of

@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 from spmd_rl.diagnostics.user_code import shown
 from spmd_rl.envs.answers import answers_of, checked_answer
-from spmd_rl.envs.dataset import Dataset, Row
+from spmd_rl.envs.dataset import Dataset
 from spmd_rl.envs.environment import Data
 from spmd_rl.envs.prompts import Prompt
 from spmd_rl.envs.single_turn import SingleTurn
+from spmd_rl.files.row_files import Row
 from spmd_rl.model.tokenizer import Messages, Tokenizer
 from spmd_rl.processes.workers import TimedOut, Workers
 from spmd_rl.rewards.math_expression import math_equals
@@ -84,7 +85,8 @@ class Questions:
 
     async def _timed(self, what: str, function: Callable[..., float], *args: object) -> float:
         try:
-            return await self._workers.call(function, *args)
+            score: float = await self._workers.call(function, *args)
+            return score
         except TimedOut as error:
             raise TimedOut(f"questions: {what}: {error} (timeout_s)") from None
 

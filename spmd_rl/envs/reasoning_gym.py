@@ -68,9 +68,9 @@ class ReasoningGym:
         return [{"role": "system", "content": self._system}, {"role": "user", "content": data["question"]}]
 
     async def reward(self, data: Data, reply: str) -> float:
-        return await self._workers.call(
-            score, self._name, self._settings, data["seed"], data["index"], extracted(reply, self._extract)
-        )
+        answer = extracted(reply, self._extract)
+        given: float = await self._workers.call(score, self._name, self._settings, data["seed"], data["index"], answer)
+        return given
 
 
 def extracted(reply: str, how: str) -> str | None:

@@ -89,6 +89,7 @@ class Verifiers:
         command = [sys.executable, "-m", verifiers_child.__name__, *arguments]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             try:
+                assert child.stdout is not None
                 for line in child.stdout:
                     answer = json.loads(line)
                     if "error" in answer:

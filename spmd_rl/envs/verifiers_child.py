@@ -86,7 +86,7 @@ class _TasksetAndHarness:
 
         taskset = {**settings.get("taskset", {}), "id": name}
         self._env = vf.load_environment(vf.resolve_env_config({**settings, "taskset": taskset}))
-        self._serving: contextlib.AbstractAsyncContextManager | None = None
+        self._serving: contextlib.AbstractAsyncContextManager[Any] | None = None
 
     def rows(self, split: str) -> tuple[dict[str, bool], Iterable[Mapping[str, Any]]]:
         taskset = self._env.taskset

@@ -50,7 +50,7 @@ def needed_bytes(
     return checkpoints + (num + additions) * BYTES_IN_EXPORT + num_weights * num * weight_bytes
 
 
-def check_room(model: Path, folder: Path, *, keep_last: int, **others: Any) -> None:
+def check_room(model: Path, folder: Path, *, keep_last: int, **others: Any) -> None:  # of `needed_bytes`
     """ValueError when the file system of `folder` cannot hold what the run will write; what is there counts as room."""
     written = sum(path.stat().st_size for path in folder.glob("checkpoints/**/*") if path.is_file())
     needed = needed_bytes(model, keep_last=keep_last, **others)

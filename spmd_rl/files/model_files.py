@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # where both are, the first is taken
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -85,7 +86,7 @@ def read_header(file: Path) -> Iterator[tuple[str, Stored]]:
     yield from tensors.items()
 
 
-def _entry(file: Path, start: int, name: str, entry: Mapping) -> Stored:
+def _entry(file: Path, start: int, name: str, entry: Mapping[str, Any]) -> Stored:
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
     bits = _BITS.get(entry["dtype"])
     if begin < 0 or end < begin or (bits and math.prod(shape) * bits != (end - begin) * 8):

@@ -17,15 +17,16 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     import pyarrow
 
-Row = dict[str, object]
+Row = dict[str, Any]  # by column; what a cell holds is the file's
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": ",", ".tsv": "\t", ".parquet": "parquet"}
 WANTED = f"{', '.join(FORMATS)}, or one of them but the last with .gz"
 BATCH_ROWS = 1024  # of Parquet, decoded at a time
@@ -59,7 +60,7 @@ def rows_of(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
         yield from _parquet_rows(file, columns)
         return
     try:
-        with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+        with _opened(file) as stream:
             yield from _json_rows(file, stream) if kind == "json" else _csv_rows(file, stream, kind)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"data {file}: gzip cannot read it: {error}") from error
@@ -94,7 +95,11 @@ def _format(file: Path) -> str:
     return FORMATS.get(suffix, "")
 
 
-def _json_rows(file: Path, stream: BinaryIO) -> Iterator[tuple[str, Row]]:
+def _opened(file: Path) -> gzip.GzipFile | BufferedReader:
+    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")
+
+
+def _json_rows(file: Path, stream: gzip.GzipFile | BufferedReader) -> Iterator[tuple[str, Row]]:
     offset, begun = 0, False
     for number, data in enumerate(stream, 1):
         line = _text(file, data, offset=offset, line=number)
@@ -111,7 +116,7 @@ def _json_rows(file: Path, stream: BinaryIO) -> Iterator[tuple[str, Row]]:
         yield _object(where, _json(where, line))
 
 
-def _csv_rows(file: Path, stream: BinaryIO, separator: str) -> Iterator[tuple[str, Row]]:
+def _csv_rows(file: Path, stream: gzip.GzipFile | BufferedReader, separator: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)
     text = _text(file, stream.read(), offset=0, line=1)
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -179,7 +184,7 @@ def _check_memory(file: Path, num_bytes: int) -> None:
         )
 
 
-def _shortest(value: object, kind: pyarrow.DataType) -> object:
+def _shortest(value: Any, kind: pyarrow.DataType) -> object:
     """A value of Parquet with its numbers of 16 and 32 bits as they are written: 0.1, not 0.10000000149011612."""
     if value is None:
         return None
@@ -205,7 +210,7 @@ def _text(file: Path, data: bytes, *, offset: int, line: int) -> str:
     return text.removeprefix("\ufeff") if not offset else text
 
 
-def _json(where: str, text: str) -> object:
+def _json(where: str, text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_keys_once)
     except (ValueError, RecursionError) as error:

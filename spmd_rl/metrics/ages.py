@@ -12,6 +12,7 @@ Knows nothing of orders or bounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class AgeStats:
         return {f"age/{name}": value for name, value in self.summary().items()} | {"age/counts": counts}
 
     @classmethod
-    def from_record(cls, values: Mapping[str, object]) -> AgeStats:
+    def from_record(cls, values: Mapping[str, Any]) -> AgeStats:
         stats = cls()
         for name in HISTOGRAMS:
             getattr(stats, name).counts = np.array(values["age/counts"][name], np.int64)

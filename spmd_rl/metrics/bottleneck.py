@@ -60,12 +60,19 @@ def diagnose(signals: Signals, knobs: Knobs) -> tuple[str, str]:
 
 
 def _trainer_waits(s: Signals) -> bool:
+    assert s.trainer_idle is not None  # or only TRAINED is asked
     return s.trainer_idle >= IDLE
 
 
 def _engines_have_room(s: Signals) -> bool:
     """More sequences at once would find a place, and time."""
+    assert s.engine_idle is not None
     return s.requests_wait < 1 and (s.engine_idle >= IDLE or s.slots_used < FEW)
+
+
+def _trainable(s: Signals) -> float:
+    assert s.trainable is not None  # or the first rule has spoken
+    return s.trainable
 
 
 Rule = tuple[str, Callable[[Signals, Knobs], bool], Callable[[Signals, Knobs], str]]
@@ -73,17 +80,17 @@ TRAINED: tuple[Rule, ...] = (  # those that ask for no time: was anything traine
     ("nothing trained", lambda s, k: not s.trainable or not s.moved, lambda s, k: _why_nothing(s, k)),
     (
         "dropping",
-        lambda s, k: s.trainable < MOST and s.dropped >= MOST * (1 - s.trainable),
+        lambda s, k: _trainable(s) < MOST and s.dropped >= MOST * (1 - _trainable(s)),
         lambda s, k: (
             f"{_share(s.dropped)} of what is sampled is dropped for its age: raise staleness.max_age above {k.max_age}"
         ),
     ),
     (
         "rewards",
-        lambda s, k: s.trainable < MOST,
+        lambda s, k: _trainable(s) < MOST,
         lambda s, k: (
-            f"only {_share(s.trainable)} of what is sampled has anything to teach: look at the reward, and draw tasks "
-            "that are neither solved nor hopeless (data.min_solve_rate, data.max_solve_rate)"
+            f"only {_share(_trainable(s))} of what is sampled has anything to teach: look at the reward, and draw "
+            "tasks that are neither solved nor hopeless (data.min_solve_rate, data.max_solve_rate)"
         ),
     ),
 )

@@ -89,7 +89,12 @@ def _between(first: tuple[float, Counts], last: tuple[float, Counts]) -> dict[in
 
 
 def _together(each: list[dict[str, float]]) -> dict[str, float]:
-    how = {"tokens_per_s": sum, "running": sum, "waiting": sum, "kv_waiting": sum}
+    how: dict[str, Callable[[list[float]], float]] = {
+        "tokens_per_s": sum,
+        "running": sum,
+        "waiting": sum,
+        "kv_waiting": sum,
+    }
     how |= {"recompute": _mean, "idle": _mean, "kv_used": max}
     return {name: combine([own[name] for own in each]) for name, combine in how.items()}
 

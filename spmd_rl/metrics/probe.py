@@ -107,7 +107,7 @@ def whole_context(packed: Packed, version: int, *, recomputes: bool) -> np.ndarr
 
     With `recomputes` that is every token of the version; else those of sequences that no other version has begun.
     """
-    mine = packed.loss_mask & (packed.versions == version)
+    mine: np.ndarray = packed.loss_mask & (packed.versions == version)
     if recomputes:
         return mine
     others = packed.loss_mask & (packed.versions != version)

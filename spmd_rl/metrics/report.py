@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
 
 def batch_metrics(
     batch: Batch, *, given_up: Mapping[str, Sequence[Rollout]], usable: Callable[[Rollout], bool]
-) -> dict[str, object]:
+) -> dict[str, Any]:  # as metrics.jsonl has it: numbers, None, and the counts of ages
     """What a batch says of itself and of what was given up before it was full."""
     ages = AgeStats()
     ages.add(batch, usable)
@@ -114,7 +115,7 @@ class Report:
         self._num_moved = 0  # steps that changed weights
         self._trained_tokens = 0.0
         self._parked_s = 0.0
-        self._evals: list[tuple[int, Mapping[str, float], Sequence[Rollout]]] = []  # the first and the last
+        self._evals: list[tuple[int, Mapping[str, float | None], Sequence[Rollout]]] = []  # the first and the last
         self._failures: Counter[str] = Counter()  # rollouts by what they failed of
         self._num_skipped = 0  # rollouts, by this process
         self._probe: dict[str, float] = {}  # the worst of all, by metric
@@ -122,7 +123,7 @@ class Report:
         self._mismatch: float | None = None  # of batches, the worst; where one has no such tokens, the newest probe's
         self._probe_s = self._probe_start_s = 0.0  # that training was held up, by this process
 
-    def restore(self, records: Iterable[Mapping[str, object]]) -> None:
+    def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Go on from what the run recorded up to the version that is resumed."""
         for record in records:
             version = record["version"]
@@ -171,7 +172,7 @@ class Report:
         )
 
     def evaluated(
-        self, version: int, report: EvalReport, values: Mapping[str, float], rollouts: Sequence[Rollout]
+        self, version: int, report: EvalReport, values: Mapping[str, float | None], rollouts: Sequence[Rollout]
     ) -> None:
         self._evals = [*self._evals[:1], (version, values, list(rollouts))]
         for env, result in report.envs.items():
@@ -294,7 +295,7 @@ class Report:
             "ledger": ledger,
         }
 
-    def table(self, summary: dict[str, object], *, paths: dict[str, object]) -> str:
+    def table(self, summary: Mapping[str, Any], *, paths: dict[str, object]) -> str:
         """The end of the run for a person."""
 
         bound = "none" if summary["age_bound"] is None else summary["age_bound"]
@@ -349,7 +350,7 @@ class Report:
         then, now = max(both, key=lambda pair: pair[1].reward - pair[0].reward)
         return [(first, then), (last, now)]
 
-    def _count(self, version: int, values: Mapping[str, object]) -> None:
+    def _count(self, version: int, values: Mapping[str, Any]) -> None:
         """A step, of this process or of one before."""
         self.version = version
         self.ages.merge(AgeStats.from_record(values))
@@ -363,7 +364,7 @@ class Report:
         if mismatch is not None:
             self._mismatch = max(self._mismatch or 0.0, mismatch)
 
-    def _add_probe(self, values: Mapping[str, object]) -> None:
+    def _add_probe(self, values: Mapping[str, Any]) -> None:
         """Of this process or of one before."""
         self._sampled_kl = values.get("probe/sampled_kl", self._sampled_kl)
         numbers = {name: value for name, value in values.items() if name.startswith("probe/") and value is not None}
@@ -413,7 +414,7 @@ def eval_texts(rollouts: Sequence[Rollout], decode: Callable[[np.ndarray], str])
     ]
 
 
-def _shares_of_engines(engines: Mapping[str, Mapping[str, float | None]]) -> dict[str, str]:
+def _shares_of_engines(engines: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
     """Where there are several: which one made most of the rollouts, which least."""
     if len(engines) < 2:
         return {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 ATTENTION = "spmd_varlen"
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 _ATTEND: ContextVar[Attend | None] = ContextVar("attend", default=None)
@@ -40,11 +43,11 @@ def attending(attend: Attend | None) -> Iterator[None]:
         _ATTEND.reset(token)
 
 
-def under(function: Callable[..., Any]) -> Callable[..., Any]:
+def under(function: Callable[P, T]) -> Callable[P, T]:
     """The same function, called as if in the block that this is called in, from any thread."""
     attend = _ATTEND.get()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         with attending(attend):
             return function(*args, **kwargs)
 
@@ -149,9 +152,9 @@ class Segments:
         queries = [s.end - s.start for s in self.spans]
         keys = [n + s.position for n, s in zip(queries, self.spans, strict=True)]
         if not self._on_device:
-            where = [torch.cat([torch.arange(s.first, s.last), torch.arange(s.start, s.end)]) for s in self.spans]
+            seen = [torch.cat([torch.arange(s.first, s.last), torch.arange(s.start, s.end)]) for s in self.spans]
             sums = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (queries, keys)]
-            self._on_device = tuple(x.to(q.device) for x in (torch.cat(where), *sums))
+            self._on_device = tuple(x.to(q.device) for x in (torch.cat(seen), *sums))
         where, cu_queries, cu_keys = self._on_device
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         if keys != queries:
@@ -169,7 +172,8 @@ class Segments:
             window_size=(-1, -1) if rule.window is None else (rule.window - 1, 0),
             softcap=rule.softcap or 0.0,
         )
-        return out[None]
+        batch: Tensor = out[None]
+        return batch
 
 
 @cache
@@ -184,7 +188,7 @@ class ByRow:
         self._attend = attend
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:  # [n, 1, H, D]
-        return self._attend(layer, *(x.transpose(0, 2) for x in (q, k, v)), rule).transpose(0, 1)
+        return self._attend(layer, q.transpose(0, 2), k.transpose(0, 2), v.transpose(0, 2), rule).transpose(0, 1)
 
 
 def causal_attention(
@@ -215,6 +219,7 @@ def causal_attention(
     scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    assert hidden is not None  # it is made wherever the rule is not plain
     scores = scores.masked_fill(hidden, float("-inf"))
     if rule.sinks is not None:
         scores = torch.cat([scores, rule.sinks.to(scores.dtype)[None, :, None, None].expand(1, -1, num_q, 1)], 3)
@@ -233,7 +238,7 @@ class Mask:
 def _mask(
     *,
     config: PretrainedConfig,
-    mask_function: Callable[..., Tensor],
+    mask_function: Callable[..., object],
     local_size: int | None = None,
     use_vmap: bool = False,
     **_: object,
@@ -278,7 +283,9 @@ def _attention(
     if width != query.shape[-1]:  # keys and values are held side by side: zeros change neither scores nor sums
         most = max(width, query.shape[-1])
         query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in (query, key, value))
-    return attend(module.layer_idx, query, key, value, rule)[..., :width], None
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return attend(layer, query, key, value, rule)[..., :width], None
 
 
 AttentionInterface.register(ATTENTION, _attention)

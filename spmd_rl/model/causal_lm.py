@@ -62,7 +62,8 @@ def load_config(folder: str | Path) -> PretrainedConfig:
 
 def _whole_config(folder: str | Path) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return config
     except Exception as error:  # whatever a config of that name trips over
         raise ValueError(f"{folder}: no model folder: {_one_line(error)}") from error
 
@@ -92,12 +93,14 @@ def stored_weights(folder: str | Path, model: PreTrainedModel) -> tuple[dict[str
 
 def hidden_size(folder: str | Path) -> int:
     """Width of the model in a folder."""
-    return load_config(folder).get_text_config().hidden_size
+    width: int = load_config(folder).get_text_config().hidden_size
+    return width
 
 
 def vocab_size(folder: str | Path) -> int:
     """Token ids that the model in a folder has an embedding of: 0 to one less."""
-    return load_config(folder).get_text_config().vocab_size
+    size: int = load_config(folder).get_text_config().vocab_size
+    return size
 
 
 def has_experts(folder: str | Path) -> bool:
@@ -130,7 +133,8 @@ def engine_dtype(name: str, device: torch.device) -> torch.dtype:
     """What trainers and engines compute in, and so what travels; "auto" is bfloat16 on GPUs and float32 on the CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def head_dtype(name: str) -> torch.dtype | None:
@@ -138,9 +142,9 @@ def head_dtype(name: str) -> torch.dtype | None:
     return None if name == "model" else getattr(torch, name)
 
 
-def weight_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def weight_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Of each weight, by name, where the model is one of `dtype`: some architectures keep some of them in float32."""
-    made = on_meta(model.name_or_path, model.config, dtype)
+    made = on_meta(model.name_or_path or "", model.config, dtype)
     return {name: tensor.dtype for name, tensor in made.state_dict().items()}
 
 
@@ -150,11 +154,12 @@ def exact_dtype(folder: str | Path, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(stored, dtype) if isinstance(stored, torch.dtype) else torch.float32
 
 
-def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype, weights: bool) -> nn.Module:
+def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype, weights: bool) -> PreTrainedModel:
     """The model in a folder, in eval mode.  weights=False: parameters on the meta device, only their shapes."""
     config = load_config(folder)
     if weights:
-        model = _load(folder, config, dtype).to(device)
+        model = _load(folder, config, dtype)
+        model.to(device)  # type: ignore[arg-type]  # transformers wraps it and loses `self`
     else:
         model = on_meta(folder, config, dtype)
         _fill_buffers(model, device)
@@ -162,16 +167,17 @@ def build(folder: str | Path, *, device: torch.device | str, dtype: torch.dtype,
         head(model)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    return model.eval()
+    model.eval()
+    return model
 
 
-def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """With its weights; ValueError where the folder has not all of them."""
     check_weights(folder)
     if is_multimodal(folder):
         return _load_part(folder, config, dtype)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(  # a pair; its types know only of the model
             folder,
             config=config,
             dtype=dtype,
@@ -183,16 +189,19 @@ def _load(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> n
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder}: its weights cannot be read: {_one_line(error)}") from error
+    model: PreTrainedModel
+    model, info = found
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key, *_ in info["mismatched_keys"])
     if wrong:  # transformers would go on with random ones
         raise ValueError(f"{folder}: weights missing or of another shape than config.json says: {', '.join(wrong[:3])}")
     return model
 
 
-def _load_part(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+def _load_part(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The text part alone."""
     model = on_meta(folder, config, dtype)
     stored, names = stored_weights(folder, model)
+    assert names is not None  # the folder holds more than this part
     _fill_buffers(model, "cpu")
     whole = names.whole
     loaded_from(
@@ -253,6 +262,7 @@ def loaded_from(
     """
     disable_progress_bar()
     needs = inspect.signature(convert_and_load_state_dict_in_model).parameters
+    report: LoadStateDictInfo
     report, _ = convert_and_load_state_dict_in_model(
         model=model,
         state_dict=dict(tensors),
@@ -261,14 +271,14 @@ def loaded_from(
             device_map={"": device},
             dtype=model.dtype,
             dtype_plan=model._get_dtype_plan(model.dtype),
-            weight_mapping=get_model_conversion_mapping(model),
+            weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]  # of their common base class
         ),
         **({"tp_plan": None} if "tp_plan" in needs else {}),  # before transformers 5.6
     )
     return report
 
 
-def _names_of(model: nn.Module, module: nn.Module | None) -> list[str]:
+def _names_of(model: PreTrainedModel, module: nn.Module | None) -> list[str]:
     return [name for name, one in model.named_modules() if one is module]
 
 
@@ -288,7 +298,10 @@ def on_meta(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) ->
     """The module of a config, all of it on the meta device."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION
+            )
+            return model
     except Exception as error:  # an architecture raises whatever it trips over
         raise ValueError(f"{folder}: config.json makes no causal LM: {_one_line(error)}") from error
 
@@ -298,7 +311,7 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 
 
-def _fill_buffers(model: nn.Module, device: torch.device | str) -> None:
+def _fill_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
     """Compute the buffers that no checkpoint holds (rope frequencies, embedding scale), leaving parameters on meta."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -354,7 +367,7 @@ def ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
     return [rope for rope in parameters.values() if isinstance(rope, dict)] or [parameters]
 
 
-def packs(model: nn.Module) -> bool:
+def packs(model: PreTrainedModel) -> bool:
     """Whether several sequences may share a forward: only attention passes anything from token to token.
 
     By structure, so the same on all ranks.  False: layers carry a state (linear attention, convolution, Mamba), and
@@ -368,7 +381,7 @@ def packs(model: nn.Module) -> bool:
 
 
 def hidden_states(
-    model: nn.Module,
+    model: PreTrainedModel,
     token_ids: Tensor,  # [T] ints
     cu_seqlens: Sequence[int],  # [n + 1] Python ints, from 0 to T
     parents: Sequence[int] = (),  # [n], see `spans`
@@ -388,7 +401,7 @@ def hidden_states(
 
 
 def run_body(
-    model: nn.Module,
+    model: PreTrainedModel,
     token_ids: Tensor,  # [T]
     positions: Tensor,  # [T]
     attend: Attend,
@@ -399,7 +412,7 @@ def run_body(
 
 
 def run_rows(
-    model: nn.Module,
+    model: PreTrainedModel,
     token_ids: Tensor,  # [n]
     positions: Tensor,  # [n]
     attend: Attend,
@@ -409,13 +422,14 @@ def run_rows(
     return _run(model, token_ids[:, None], positions[:, None], ByRow(attend), states)[:, 0]
 
 
-def _run(model: nn.Module, token_ids: Tensor, positions: Tensor, attend: Attend, states: object | None) -> Tensor:
+def _run(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, attend: Attend, states: object | None) -> Tensor:
     """[n, T] to [n, T, d]."""
     run = body(model)
     cached = {} if states is None else {cache_keyword(run): states}
     with attending(attend):
         out = run(input_ids=token_ids.long(), position_ids=positions, use_cache=states is not None, **cached)
-    return out.last_hidden_state
+    hidden: Tensor = out.last_hidden_state
+    return hidden
 
 
 def cache_keyword(module: nn.Module) -> str:
@@ -424,15 +438,16 @@ def cache_keyword(module: nn.Module) -> str:
     return next((name for name in ("cache", "past_key_values", "cache_params") if name in taken), "cache")
 
 
-def head(model: nn.Module, dtype: torch.dtype | None = None) -> Head:
+def head(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
     """What the model makes logits with: its output embedding as it is now, scale and softcap as in its own forward."""
     out = model.get_output_embeddings()
     scale, softcap = _form_of_logits(model)
     return Head(weight=out.weight, bias=getattr(out, "bias", None), scale=scale, softcap=softcap, dtype=dtype)
 
 
-def _form_of_logits(model: nn.Module) -> tuple[float, float | None]:
+def _form_of_logits(model: PreTrainedModel) -> tuple[float, float | None]:
     """Scale and softcap; measured once for each model."""
     if _FORM not in model.__dict__:
         model.__dict__[_FORM] = logit_form(model)
-    return model.__dict__[_FORM]
+    form: tuple[float, float | None] = model.__dict__[_FORM]
+    return form

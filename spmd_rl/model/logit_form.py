@@ -8,7 +8,7 @@ nothing of folders or weights: these may be on the meta device.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spmd_rl.model.parts import body
@@ -16,7 +16,7 @@ from spmd_rl.model.parts import body
 _TINY = 2.0**-20  # so small that no softcap shows
 
 
-def logit_form(model: nn.Module) -> tuple[float, float | None]:
+def logit_form(model: PreTrainedModel) -> tuple[float, float | None]:
     """(scale, softcap) by which a model's own forward makes logits of what its output embedding gives.
 
     ValueError for logits that are neither scale * (h W^T + bias) nor softcap * tanh(scale * (h W^T + bias) / softcap).
@@ -32,7 +32,12 @@ def logit_form(model: nn.Module) -> tuple[float, float | None]:
     bodies = [m for m in body(model).modules() if isinstance(m, PreTrainedModel)]  # OPT calls one within its body
     for one in bodies:
         one.forward = lambda *_, **__: _Given(hidden.expand(1, len(points), width))
-    out.forward = lambda x: seen.append(x) or products
+
+    def given(x: Tensor) -> Tensor:
+        seen.append(x)
+        return products
+
+    out.forward = given
     try:
         ids = torch.zeros(1, len(points), dtype=torch.long)
         logits = model(input_ids=ids, use_cache=False).logits[0].double()  # [points, V]

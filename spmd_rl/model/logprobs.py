@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,12 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:  # [..., d] -> [..., V]
         """All of them, for a weight that is whole."""
-        hidden, weight, bias = self.cast(hidden, self.weight, self.bias)
-        return self.finish(F.linear(hidden, weight, bias))
+        bias = None if self.bias is None else self.cast(self.bias)
+        return self.finish(F.linear(self.cast(hidden), self.cast(self.weight), bias))
 
-    def cast(self, *tensors: Tensor | None) -> list[Tensor | None]:
+    def cast(self, tensor: Tensor) -> Tensor:
         """To what products are computed in."""
-        return [tensor if tensor is None or self.dtype is None else tensor.to(self.dtype) for tensor in tensors]
+        return tensor if self.dtype is None else tensor.to(self.dtype)
 
     def finish(self, products: Tensor) -> Tensor:
         """Logits from h W^T + bias; in float32 at least where they are scaled or capped."""
@@ -57,20 +58,24 @@ def token_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, is {temperature} (greedy samples are scored at 1)")
-    weight, bias, group, first = head.weight, head.bias, None, 0
+    weight: Tensor = head.weight
+    bias, group, first = head.bias, None, 0
     if isinstance(weight, DTensor):
         group, num_rows = weight.device_mesh.get_group(), -(-weight.shape[0] // weight.device_mesh.size())
         first = weight.device_mesh.get_local_rank() * num_rows
-        weight, bias = weight.to_local(), bias if bias is None else bias.to_local()
-    hidden, weight, bias = head.cast(hidden, weight, bias)
+        weight = weight.to_local()
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    hidden, weight, bias = head.cast(hidden), head.cast(weight), None if bias is None else head.cast(bias)
     if head.softcap is None:
         inner, outer = head.scale / temperature, None
     else:
         inner, outer = head.scale / head.softcap, head.softcap / temperature
-    return _TokenLogprobs.apply(hidden, weight, bias, targets.long() - first, inner, outer, chunk, group)
+    arguments = (hidden, weight, bias, targets.long() - first, inner, outer, chunk, group)
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return found
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenLogprobs(torch.autograd.Function):  # its ctx is Any: torch types nothing of what is kept on one
     """z = inner * (h w^T + b), or outer * tanh of that.
 
     With a group, w and b have this rank's rows of the whole head and targets count from its first.
@@ -78,7 +83,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         h: Tensor,
         w: Tensor,
         b: Tensor | None,
@@ -113,7 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: torch.autograd.function.FunctionCtx, d_logprob: Tensor | None, d_entropy: Tensor | None
+        ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]:
         h, w, b, t, lse, entropy = ctx.saved_tensors
         exact = _accumulate_dtype(h)

@@ -9,14 +9,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def body(model: nn.Module) -> nn.Module:
+def body(model: PreTrainedModel) -> nn.Module:
     """All but the head: token ids in, hidden states after the last norm out."""
     if model.base_model is not model:
         return model.base_model
     return next(child for child in model.children() if isinstance(child, PreTrainedModel))  # not by the name it says
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """What hidden states go through one after the other."""
     num = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     for module in body(model).modules():

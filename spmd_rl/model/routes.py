@@ -11,13 +11,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spmd_rl.model.parts import decoder_layers
 
 NO_CHOICES = np.empty((0, 0), np.int16)  # of no token
 
 
-def expert_layers(model: nn.Module) -> list[nn.Module]:
+def expert_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that hold experts, in the order of layers; none in a dense model."""
     return [module for layer in decoder_layers(model) for module in layer.modules() if num_experts(module)]
 
@@ -33,7 +34,7 @@ def choices(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
     """In the block: the experts of each token, [T, k] a layer and forward, as they are called."""
     seen: list[Tensor] = []
 
-    def see(_: nn.Module, args: tuple) -> None:
+    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         if len(args) == 3:  # hidden states, experts, their weights
             seen.append(args[1].detach())
 

@@ -74,7 +74,8 @@ class StoredNames:
             return dict(tensors)
         loaded_from(self._model, tensors, device=next(iter(tensors.values())).device)
         made = self._model.state_dict()
-        self._model.to("meta")  # a copy: what was made is not held
+        # a copy: what was made is not held
+        self._model.to("meta")  # type: ignore[arg-type]  # transformers wraps it and loses `self`
         return {name: made[name] for name in self._names}
 
     def _turned_back(self, layer: dict[str, Tensor]) -> dict[str, Tensor]:

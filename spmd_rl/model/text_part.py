@@ -99,8 +99,11 @@ def text_prefix(config: PretrainedConfig) -> str:
 
 
 def _embedding(model: PreTrainedModel) -> nn.Module:
-    return body(model).get_input_embeddings()
+    within = body(model)
+    assert isinstance(within, PreTrainedModel)
+    return within.get_input_embeddings()
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
+    names: list[str] = [name for name, module in model.named_modules() if module is part]
+    return names[0]

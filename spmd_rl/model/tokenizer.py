@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-Messages = Sequence[Mapping[str, object]]  # {"role": "user", "content": "What is 3 + 8?"}, …
+Messages = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "What is 3 + 8?"}, …
 CONTEXT = 64  # characters before a continuation that may change how its beginning is split
 CONTEXT_TOKENS = 4  # the same for the text of tokens
 BREAKS = ("\n", "a")  # stand for them where the last token would reach into the continuation
@@ -23,7 +24,7 @@ BREAKS = ("\n", "a")  # stand for them where the last token would reach into the
 class Tokenizer:
     """The tokenizer of one folder."""
 
-    def __init__(self, folder: Path, variables: Mapping[str, object] | None = None) -> None:
+    def __init__(self, folder: str | Path, variables: Mapping[str, object] | None = None) -> None:
         """Read the folder.  `variables` are seen by the chat template in every conversation (enable_thinking, …).
 
         Raises ValueError where the folder has no tokenizer that can be used.
@@ -108,9 +109,11 @@ class Tokenizer:
         if not special and rule:
             hidden = {token_id for token_id, text in self._special.items() if text not in rule}
             ids, special = [i for i in ids if i not in hidden], True
-        return self._tokenizer.decode(ids, skip_special_tokens=not special)
+        text = self._tokenizer.decode(ids, skip_special_tokens=not special)
+        assert isinstance(text, str)  # of one list of ids
+        return text
 
-    def render(self, messages: Messages, *, open_reply: bool = True, **variables: object) -> np.ndarray:
+    def render(self, messages: Messages, *, open_reply: bool = True, **variables: Any) -> np.ndarray:
         """[N] int32, a conversation in the model's chat template.
 
         `open_reply` ends it with the opening of the assistant's next turn; `variables` (tools, …) are seen by the
@@ -118,13 +121,16 @@ class Tokenizer:
         """
         return self.encode(self.render_text(messages, open_reply=open_reply, **variables))
 
-    def render_text(self, messages: Messages, *, open_reply: bool = True, **variables: object) -> str:
+    def render_text(self, messages: Messages, *, open_reply: bool = True, **variables: Any) -> str:
         """Text that `render` encodes."""
         if self._tokenizer.chat_template is None:
             raise ValueError("this model's folder has no chat template: build its prompts with encode()")
-        return self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=open_reply, **{**self._variables, **variables}
+        seen: dict[str, Any] = {**self._variables, **variables}  # of whatever type the template takes
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_reply, **seen
         )
+        assert isinstance(text, str)  # of one conversation
+        return text
 
     def _stop_ids(self, generation: Mapping[str, object], added: Collection[int]) -> tuple[int, ...]:
         """Of the generation config, the tokenizer's EOS, and the added token that the template ends a reply with."""
@@ -135,7 +141,7 @@ class Tokenizer:
             after = self.encode(self.render_text(chat, open_reply=False).rpartition("answer")[2], after="answer")
             if len(after) and int(after[0]) in added:
                 stops.add(int(after[0]))
-        return tuple(sorted(stops - {None}))
+        return tuple(sorted(stop for stop in stops if stop is not None))
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -91,7 +91,8 @@ def standardized(
         tokens = np.asarray(num_tokens, np.float64)[np.asarray(usable, np.bool_)]
         mean = np.average(a, weights=tokens)
         std = np.sqrt(np.average((a - mean) ** 2, weights=tokens))
-        return (a - mean) / max(float(std), STD_FLOOR)
+        scored: np.ndarray = (a - mean) / max(float(std), STD_FLOOR)
+        return scored
 
     return _over_usable(advantages, usable, score)
 
@@ -146,7 +147,8 @@ def has_spread(rewards: np.ndarray) -> bool:  # [k] floats
 
 
 def _standard(r: np.ndarray) -> np.ndarray:
-    return (r - r.mean()) / max(float(r.std(ddof=1)), STD_FLOOR)
+    scored: np.ndarray = (r - r.mean()) / max(float(r.std(ddof=1)), STD_FLOOR)
+    return scored
 
 
 def _checked(rewards: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

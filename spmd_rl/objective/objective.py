@@ -7,8 +7,8 @@ with the tokens (AGGREGATIONS); rejected tokens add neither.  Knows nothing of m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,12 @@ def constant(num_tokens: int, longest: int) -> tuple[float, float]:
     return 1.0 / longest, 1.0 / num_tokens
 
 
-AGGREGATIONS: dict[str, Callable[[int, int], tuple[float, float]]] = {
+class Aggregate(Protocol):
+    def __call__(self, num_tokens: int, longest: int) -> tuple[float, float]:
+        """(scale, share) of each loss token of a rollout of so many; `longest`: most tokens of a turn."""
+
+
+AGGREGATIONS: dict[str, Aggregate] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
     "constant": constant,

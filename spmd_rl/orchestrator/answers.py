@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from spmd_rl.packing.messages import Answer
 
@@ -36,7 +36,7 @@ class Answers:
 
     async def all(self, kind: type[A], key: int, ranks: Sequence[int]) -> list[A]:
         """Wait until these ranks have answered; the answers are forgotten.  Unblocked by the last `add`."""
-        question = kind, key
+        question: Question = kind, key
         given = self._given.setdefault(question, {})
         if not given.keys() >= set(ranks):
             future = asyncio.get_running_loop().create_future()
@@ -48,7 +48,7 @@ class Answers:
         del self._given[question]
         if others := given.keys() - set(ranks):
             raise RuntimeError(f"rank {min(others)} answered {_text(question)}, which it was not asked")
-        return [cast(A, given[rank]) for rank in ranks]
+        return [answer for rank in ranks if isinstance(answer := given[rank], kind)]
 
 
 def _text(question: Question) -> str:

@@ -110,7 +110,7 @@ class Dispatcher:
                     group_id=work.group_id,
                     first_ticket=work.first_ticket,
                     admission_version=work.version,
-                    rollouts=pending.members,
+                    rollouts=[member for member in pending.members if member is not None],
                 )
             )
             self._wake_fetcher()

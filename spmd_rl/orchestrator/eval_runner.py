@@ -63,7 +63,7 @@ class EvalRunner:
         self._rollouts.append(rollout)
         report = self._sink.add(rollout)
         self._feed()
-        if report is not None and not self._report.done():
+        if report is not None and self._report is not None and not self._report.done():
             self._report.set_result(report)
 
     def _feed(self) -> None:

@@ -111,7 +111,7 @@ class Evaluations:
         self._report.evaluated(version, report, values, rollouts)
         await ended([self._background.write(asyncio.to_thread(self._write, version, values, rollouts))])
 
-    def _write(self, version: int, values: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+    def _write(self, version: int, values: Mapping[str, float | None], rollouts: Sequence[Rollout]) -> None:
         """In a worker thread: many long texts take seconds."""
         content = {"version": version, **values, "rollouts": eval_texts(rollouts, self._decode)}
         with self._writing(self._run_dir.evaluation(version)):

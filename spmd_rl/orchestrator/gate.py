@@ -20,9 +20,8 @@ Knows nothing of queues, engines or weights.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from spmd_rl.orchestrator.policy import Policy
@@ -51,7 +50,7 @@ class Gate:
     ) -> None:
         self.max_staleness, self.batch_size, self.max_concurrent = max_staleness, batch_size, max_concurrent
         self.queue_size, self.max_age, self.adaptive = queue_size, max_age, adaptive
-        self._last_slot = math.inf if last_version is None else last_version * batch_size
+        self._last_slot = None if last_version is None else last_version * batch_size
         self.running = 0  # admitted and not settled
         self.accepted = 0  # settled as trainable, since version 0
         self.consumed = 0  # taken into batches, since version 0
@@ -67,7 +66,7 @@ class Gate:
         self._waiter: asyncio.Future[None] | None = None
         self._wanted = 0
         self._closed_by = ""  # what says no to who waits
-        self._closed_s: Counter[str] = Counter()  # up to `_counted_to`
+        self._closed_s: dict[str, float] = defaultdict(float)  # up to `_counted_to`
         self._clock, self._counted_to = clock, 0.0
         self._idle_waiter: asyncio.Future[None] | None = None
         self._smallest = 0
@@ -83,8 +82,8 @@ class Gate:
 
     def capacity(self) -> int:
         """min(C - running, room), in rollouts; towards the end of the run no more than is left to train."""
-        left = self._last_slot - self.accepted - self.running
-        return min(self.max_concurrent - self.running, self._room(), left)
+        room = min(self.max_concurrent - self.running, self._room())
+        return room if self._last_slot is None else min(room, self._last_slot - self.accepted - self.running)
 
     @property
     def waiting(self) -> int:
@@ -224,7 +223,8 @@ class Gate:
         now = self._clock()
         self._closed_s[self._closed_by] += now - self._counted_to
         self._counted_to = now
-        if self._waiter is None or self._wanted > self._last_slot - self.accepted - self.running:
+        last = self._last_slot
+        if self._waiter is None or (last is not None and self._wanted > last - self.accepted - self.running):
             self._closed_by = ""
         else:
             self._closed_by = "bound" if self._room() < self._wanted else "concurrency"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -96,7 +97,9 @@ class Orchestrator:
         report: Report,
         decode: Callable[[np.ndarray], str],
         complete_checkpoint: Complete,  # in a worker thread
-        writing: Callable[[Path], AbstractContextManager[None]] = nullcontext,  # while a thread writes there
+        writing: Callable[[Path], AbstractContextManager[None]] = lambda path: (
+            nullcontext()
+        ),  # while a thread writes there
         recorded: Callable[[], None] = lambda: None,  # called once a step is
         version: int = 0,  # that the trainers start with
         limits: Limits = Limits(),  # of what engines and trainers compute differently  # noqa: B008 (it is frozen)
@@ -122,7 +125,6 @@ class Orchestrator:
             snapshot=self.snapshot,
             complete=complete_checkpoint,
         )
-        kept = {"recorder": recorder, "report": report, "writing": writing}
         self.evaluations = Evaluations(
             runner=self.evals,
             pin=self.pin if config.eval.pin else None,
@@ -135,7 +137,9 @@ class Orchestrator:
             concurrent_beside=config.eval_concurrent,
             run_dir=run_dir,
             decode=decode,
-            **kept,
+            recorder=recorder,
+            report=report,
+            writing=writing,
         )
         self.stepping = Stepping(
             config=config,
@@ -161,7 +165,9 @@ class Orchestrator:
             on_recorded=recorded,
             limits=limits,
             clock=clock,
-            **kept,
+            recorder=recorder,
+            report=report,
+            writing=writing,
         )
         self.metrics = MetricsLoop(
             interval_s=config.run.metrics_interval_s,
@@ -279,7 +285,7 @@ class Orchestrator:
             case _:
                 self.answers.add(rank, message)
 
-    def restore(self, words: Mapping[str, object], rollouts: Sequence[Rollout], *, data_anew: bool = False) -> None:
+    def restore(self, words: Mapping[str, Any], rollouts: Sequence[Rollout], *, data_anew: bool = False) -> None:
         """Go on from a checkpoint's orchestrator half.  ValueError when it does not fit this run.
 
         data_anew: the data start at 0.  What was admitted and not finished is then of the new data too, under its

@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -28,7 +28,9 @@ from spmd_rl.types import Group
 
 
 class Order(Protocol):
-    num_ready: int  # finished groups that may be taken now
+    @property
+    def num_ready(self) -> int:
+        """Finished groups that may be taken now."""
 
     def admitted(self, first_ticket: int) -> None: ...
 
@@ -109,7 +111,7 @@ class Oldest:
             self._heap = sorted((oldest, ticket) for ticket, (oldest, _) in self._groups.items())
 
     def take(self, num: int) -> list[Group]:
-        groups = []
+        groups: list[Group] = []
         while len(groups) < num:
             _, first_ticket = heapq.heappop(self._heap)
             if first_ticket in self._groups:
@@ -156,7 +158,7 @@ class Admission:
             self._move()
 
     def take(self, num: int) -> list[Group]:
-        groups = []
+        groups: list[Group] = []
         while len(groups) < num:
             group = self._ready.pop(heapq.heappop(self._ready_heap), None)
             if group is not None:
@@ -198,4 +200,9 @@ class Admission:
 
 
 def make_order(name: str, window: int = 1) -> Order:
-    return {"completion": Completion, "oldest": Oldest, "admission": lambda: Admission(window)}[name]()
+    orders: dict[str, Callable[[], Order]] = {
+        "completion": Completion,
+        "oldest": Oldest,
+        "admission": lambda: Admission(window),
+    }
+    return orders[name]()

@@ -5,8 +5,9 @@ Rollouts of kept groups and of formed batches lie in one list, groups first, eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def to_json(state: PathState) -> tuple[dict[str, object], list[Rollout]]:
                 "group_id": group.group_id,
                 "first_ticket": group.first_ticket,
                 "admission_version": group.admission_version,
-                "advantages": group.advantages.tolist(),
+                "advantages": _advantages(group),
             }
             for group in state.groups
         ],
@@ -37,7 +38,13 @@ def to_json(state: PathState) -> tuple[dict[str, object], list[Rollout]]:
     return words, [rollout for holder in holders for rollout in holder.rollouts]
 
 
-def from_json(words: dict, rollouts: Sequence[Rollout]) -> PathState:
+def _advantages(group: Group) -> list[float]:
+    assert group.advantages is not None  # the sink has judged it, or would not keep it
+    advantages: list[float] = group.advantages.tolist()
+    return advantages
+
+
+def from_json(words: Mapping[str, Any], rollouts: Sequence[Rollout]) -> PathState:
     """ValueError when the two do not fit together."""
     left = iter(rollouts)
 

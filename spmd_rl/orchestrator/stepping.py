@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.config import Config
 from spmd_rl.metrics.probe import Limits, Sampled, check_mismatch
@@ -37,7 +38,7 @@ from spmd_rl.packing.packing import Packed
 from spmd_rl.storage import batch_log
 from spmd_rl.types import Batch, GuardError
 
-Values = dict[str, float]  # metrics by name
+Values = dict[str, Any]  # metrics by name, as metrics.jsonl has them: numbers, None, and the counts of ages
 
 
 class Stepping:

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from spmd_rl.types import Resumable, Task
 
@@ -64,7 +65,7 @@ class TaskStream:
             },
         }
 
-    def restore(self, state: Mapping[str, object]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on behind the tasks that were drawn; ValueError names the environment whose tasks are others now.
 
         A stream that is there already stays.
@@ -80,11 +81,14 @@ class TaskStream:
                 raise ValueError(f"env.{name}: the state of its tasks does not fit together: {error!r}") from error
         self.cursor = state["cursor"]
 
-    def _skip(self, name: str, there: Mapping[str, object]) -> None:
+    def _skip(self, name: str, there: Mapping[str, Any]) -> None:
         if not there["drawn"]:
             return
         if there["state"] is not None:
-            self._sources[name].tasks.restore(there["state"])
+            tasks = self._sources[name].tasks
+            if not isinstance(tasks, Resumable):
+                raise AttributeError("they have no restore")
+            tasks.restore(there["state"])
         for num in range(there["drawn"]):
             if self._next(name) is None:
                 raise ValueError(f"its tasks end after {num}, {there['drawn']} were drawn")

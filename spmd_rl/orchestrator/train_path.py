@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ class TrainPath:
         self._policy, self._ledger = policy, ledger
         self._untrained: dict[int, Batch] = {}  # by index
         self._met: Counter[str] = Counter()  # rollouts by outcome, in this process
-        self._seconds: Counter[str] = Counter()  # that they took, as far as they got
+        self._seconds: dict[str, float] = defaultdict(float)  # that they took, as far as they got
         self._tokens: Counter[str] = Counter()  # that were sampled for them
         self._former: asyncio.Future[None] | None = None
         self._collected = False
@@ -182,7 +182,8 @@ class TrainPath:
             batches=state.batches,
             unfinished=unfinished,
         )
-        finished = sum(len(holder.rollouts) for holder in (*state.groups, *state.batches))
+        finished = sum(len(group.rollouts) for group in state.groups)
+        finished += sum(len(batch.rollouts) for batch in state.batches)
         running = sum(work.size for work in unfinished)
         self._ledger.restore(state.ledger)
         self._gate.restore(accepted=state.version * self._gate.batch_size + finished, running=running)

@@ -151,10 +151,12 @@ class TrainSink:
         verdict = self._judge(group, usable, oldest)
         if verdict == KEPT:
             group.advantages = self.advantages_of(group.rollouts)
+            teaches = self._batch_advantages is not None or bool(group.advantages.any())
             self._keep(group, oldest)
         else:
+            teaches = False
             self._order.gone(group.first_ticket)
-        if verdict != KEPT or (self._batch_advantages is None and not group.advantages.any()):
+        if not teaches:
             if verdict not in ("over_age", SKIPPED):
                 self._barren.add(group, verdict, self._solved_at)
         else:
@@ -206,11 +208,16 @@ class TrainSink:
         self._next_index = index + 1
         return batch
 
+    @property
+    def _cap(self) -> int:
+        assert self.bound.cap is not None  # or neither waits nor drops
+        return self.bound.cap
+
     def expire(self, index: int) -> Expired:
         """Where the cap drops: give up what batch `index` may no longer take.  To be called whenever it rises."""
         if not self._drop:
             return Expired(finished=[], running=[])
-        oldest_allowed = index - self.bound.cap
+        oldest_allowed = index - self._cap
         finished = [group for group, oldest in self._finished.values() if oldest < oldest_allowed]
         for group in finished:
             del self._finished[group.first_ticket]
@@ -301,7 +308,7 @@ class TrainSink:
     def _as_it_is(self, batch: Batch) -> bool:
         if len(batch.rollouts) != self.batch_size:
             return False
-        return not self._drop or all(_oldest(group) + self.bound.cap >= batch.index for group in _groups(batch))
+        return not self._drop or all(_oldest(group) + self._cap >= batch.index for group in _groups(batch))
 
     def _last_batches(self, index: int, oldest: Mapping[int, int], next_ticket: int) -> dict[int, int]:
         """By first ticket: which batch trains each of these waiting groups at the latest, `index` being the next.
@@ -318,14 +325,14 @@ class TrainSink:
             others = (len(line) - 1) * self.group_size
             before = [min(others, most) for most in before or [others] * len(line)]
         latest = {} if before is None else {t: index + b // self.batch_size for t, b in zip(line, before, strict=True)}
-        return {t: min(batch, oldest[t] + self.bound.cap) for t, batch in latest.items()} if self._drop else latest
+        return {t: min(batch, oldest[t] + self._cap) for t, batch in latest.items()} if self._drop else latest
 
     def _deadline(self, first_ticket: int, oldest: int) -> int:
         """The batch that may take a group last, where the cap waits."""
-        return max(oldest + self.bound.cap, self._last_batch.get(first_ticket, 0))
+        return max(oldest + self._cap, self._last_batch.get(first_ticket, 0))
 
     def _judge(self, group: Group, usable: np.ndarray, oldest: int) -> str:
-        late = self._drop and self._next_index is not None and oldest + self.bound.cap < self._next_index
+        late = self._drop and self._next_index is not None and oldest + self._cap < self._next_index
         if late or group.first_ticket in self._aborted:
             self._aborted.discard(group.first_ticket)
             return "over_age"

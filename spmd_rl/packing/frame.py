@@ -79,7 +79,8 @@ class Codec:
         self._payload = payload[aligned(block_bytes) :]
         try:
             if form == AS_JSON:
-                return msgspec.convert(json.loads(block), AnyMessage, dec_hook=self._view)
+                message: AnyMessage = msgspec.convert(json.loads(block), AnyMessage, dec_hook=self._view)
+                return message
             return self._decoder.decode(block)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise MalformedMessage(f"a block of {block_bytes} bytes: {error}") from error

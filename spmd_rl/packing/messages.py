@@ -20,7 +20,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What one rank tells another."""
 
 
-class OfVersion(Message):
+class Answer(Message, frozen=True):
+    """What several ranks say to one question."""
+
+    @property
+    def key(self) -> int:
+        """What the question is known by, among those of this kind."""
+        raise NotImplementedError
+
+
+class OfVersion(Answer, frozen=True):
     """An answer that every rank of its kind gives for each version."""
 
     version: int
@@ -30,7 +39,7 @@ class OfVersion(Message):
         return self.version
 
 
-class OfQuestion(Message):
+class OfQuestion(Answer, frozen=True):
     """An answer to the question of this number."""
 
     number: int
@@ -40,20 +49,20 @@ class OfQuestion(Message):
         return self.number
 
 
-class Bye(Message):
+class Bye(Message, frozen=True):
     """To and from every rank: the last message of its direction."""
 
 
 # ---- from the orchestrator to ranks of engines
 
 
-class StartGroup(Message):
+class StartGroup(Message, frozen=True):
     """Play all members of a group."""
 
     work: GroupWork
 
 
-class CancelGroup(Message):
+class CancelGroup(Message, frozen=True):
     """Give up the rollouts with the tickets first_ticket … first_ticket + size - 1."""
 
     first_ticket: int
@@ -61,33 +70,33 @@ class CancelGroup(Message):
     purpose: str  # "train" | "eval"
 
 
-class LoadFromDisk(Message):
+class LoadFromDisk(Message, frozen=True):
     """A version is written: load it."""
 
     version: int
     checksums: list[int]  # of what was written
 
 
-class MayLoad(Message):
+class MayLoad(Message, frozen=True):
     """Nothing runs any more that an older version sampled: load the version that has been received."""
 
     version: int
 
 
-class PinVersion(Message):
+class PinVersion(Message, frozen=True):
     """Load no version above `upto` (or above the version already loaded or received).  None lifts the pin."""
 
     number: int  # of the question
     upto: int | None
 
 
-class AskCounters(Message):
+class AskCounters(Message, frozen=True):
     """Answer with `Counters`."""
 
     number: int  # of the question
 
 
-class SampleProbe(Message):
+class SampleProbe(Message, frozen=True):
     """Sample sequences for the probe."""
 
     number: int  # of the probe
@@ -97,19 +106,19 @@ class SampleProbe(Message):
 # ---- from ranks of engines to the orchestrator
 
 
-class RolloutFinished(Message):
+class RolloutFinished(Message, frozen=True):
     """An episode ended, well or badly."""
 
     rollout: Packed  # of one
 
 
-class AttemptFailed(Message):
+class AttemptFailed(Message, frozen=True):
     """An attempt of an episode raised; it may be tried again."""
 
     attempt: FailedAttempt
 
 
-class WeightsLoaded(OfVersion):
+class WeightsLoaded(OfVersion, frozen=True):
     """A rank of an engine computes with a version."""
 
     checksums: list[int]  # of what it received, of all senders
@@ -117,20 +126,20 @@ class WeightsLoaded(OfVersion):
     pause_s: float  # that the engine stood still
 
 
-class VersionPinned(OfQuestion):
+class VersionPinned(OfQuestion, frozen=True):
     """An engine loads no version above this one until it is told otherwise."""
 
     version: int
     held_s: float  # that weights have waited since the pin before
 
 
-class Counters(OfQuestion):
+class Counters(OfQuestion, frozen=True):
     """What an engine has counted since it was built."""
 
     counts: dict[str, Number]  # by the names of EngineStats, with `kv_used` and `version`
 
 
-class ProbeSampled(OfQuestion):
+class ProbeSampled(OfQuestion, frozen=True):
     """What an engine sampled for the probe, and its own forward over it."""
 
     version: int
@@ -143,7 +152,7 @@ class ProbeSampled(OfQuestion):
 # ---- from the orchestrator to trainer ranks
 
 
-class TrainBatch(Message):
+class TrainBatch(Message, frozen=True):
     """Take an optimizer step on this rank's share of a batch, then publish the weights."""
 
     index: int  # the version that is trained
@@ -151,14 +160,14 @@ class TrainBatch(Message):
     share: Packed
 
 
-class ScoreProbe(Message):
+class ScoreProbe(Message, frozen=True):
     """Compute the log-probs of these sequences at the version of now."""
 
     number: int  # of the probe
     sequences: Packed
 
 
-class FinishTraining(Message):
+class FinishTraining(Message, frozen=True):
     """Export the model, save a checkpoint, and end."""
 
     export: bool
@@ -168,20 +177,20 @@ class FinishTraining(Message):
 # ---- from trainer ranks to the orchestrator
 
 
-class StepDone(OfVersion):
+class StepDone(OfVersion, frozen=True):
     """The batch is trained: this rank holds `version`."""
 
     metrics: dict[str, Number]
 
 
-class BatchRefused(Message):
+class BatchRefused(Message, frozen=True):
     """A guard refused a batch before it moved a weight: the trainers keep `version`."""
 
     version: int
     text: str  # of the error
 
 
-class WeightsSent(OfVersion):
+class WeightsSent(OfVersion, frozen=True):
     """A sender has sent its part of a version."""
 
     checksums: list[int]
@@ -190,19 +199,19 @@ class WeightsSent(OfVersion):
     update_norm: float  # of its part of the change, as the engines see it
 
 
-class CheckpointWritten(OfVersion):
+class CheckpointWritten(OfVersion, frozen=True):
     """This rank's part of a checkpoint is on disk."""
 
     files: Files
 
 
-class TrainingFinished(OfVersion):
+class TrainingFinished(OfVersion, frozen=True):
     """The model is exported and the last checkpoint is on disk, as far as they were asked for."""
 
     files: Files  # of the checkpoint; none where none was asked for
 
 
-class ProbeScored(OfQuestion):
+class ProbeScored(OfQuestion, frozen=True):
     """[T] float32 log-probs of the sequences of a probe, by the trainers' forward."""
 
     version: int
@@ -216,7 +225,7 @@ class ProbeScored(OfQuestion):
 # ---- from any rank to the orchestrator
 
 
-class StopRequested(Message):
+class StopRequested(Message, frozen=True):
     """A signal asked this rank to stop."""
 
     signal: int
@@ -226,6 +235,5 @@ ToEngine = StartGroup | CancelGroup | LoadFromDisk | MayLoad | PinVersion | AskC
 ToTrainer = TrainBatch | ScoreProbe | FinishTraining | Bye
 FromEngine = RolloutFinished | AttemptFailed | WeightsLoaded | VersionPinned | Counters | ProbeSampled
 FromTrainer = StepDone | BatchRefused | WeightsSent | CheckpointWritten | TrainingFinished | ProbeScored
-Answer = OfVersion | OfQuestion
 ToOrchestrator = FromEngine | FromTrainer | StopRequested | Bye
 AnyMessage = ToEngine | ToTrainer | ToOrchestrator

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +21,15 @@ from spmd_rl.files import tensor_file
 from spmd_rl.packing.buffers import Buffers, aligned
 from spmd_rl.types import Rollout
 
-PER_TOKEN = {  # in the order of the fields of Packed, as what follows: so a message carries them from where they lie
+PER_TOKEN: dict[
+    str, type[np.generic]
+] = {  # in the order of the fields of Packed, as what follows: so a message carries them from where they lie
     "token_ids": np.int32,
     "loss_mask": np.bool_,
     "behavior_logprobs": np.float32,
     "versions": np.int32,
 }
-PER_ROLLOUT = {
+PER_ROLLOUT: dict[str, type[np.generic]] = {
     "ticket": np.int64,
     "group_id": np.int64,
     "sample": np.int32,
@@ -37,7 +40,11 @@ PER_ROLLOUT = {
     "finished_version": np.int32,
     "generation_s": np.float64,
 }
-GIVEN = {"advantage": np.float32, "usable": np.bool_, "minibatch": np.int32}  # by the batch, one a rollout
+GIVEN: dict[str, type[np.generic]] = {  # by the batch, one a rollout
+    "advantage": np.float32,
+    "usable": np.bool_,
+    "minibatch": np.int32,
+}
 DTYPES = {**PER_TOKEN, **PER_ROLLOUT, **GIVEN, "cu_seqlens": np.int64}
 WORDS = ("env", "task_id", "purpose", "finish_reason", "error", "reward_parts", "segments")
 _WORDS = frozenset(WORDS)
@@ -68,7 +75,7 @@ class Packed:
     usable: np.ndarray  # [n] bool, False = trains nothing and is in no denominator
     minibatch: np.ndarray  # [n] int32, which optimizer step of a pass over its batch it is in
     cu_seqlens: np.ndarray  # [n + 1] int64
-    words: dict[str, list]  # the fields of WORDS, [n] each
+    words: dict[str, list[Any]]  # the fields of WORDS, [n] each, of the type in Rollout
 
     def __post_init__(self) -> None:
         num, total, ends = len(self.ticket), len(self.token_ids), self.cu_seqlens
@@ -95,16 +102,17 @@ class Packed:
 def pack(
     rollouts: Sequence[Rollout],
     advantages: np.ndarray | None = None,  # [n]; None: 0
-    usable: np.ndarray | None = None,  # [n]; None: all
+    usable: Sequence[bool] | np.ndarray | None = None,  # [n]; None: all
     minibatch: np.ndarray | None = None,  # [n]; None: 0
 ) -> Packed:
     """Concatenate rollouts in the order given."""
     lengths = [len(r.token_ids) for r in rollouts]
-    columns = {name: list(map(attrgetter(name), rollouts)) for name in (*PER_TOKEN, *PER_ROLLOUT, *WORDS)}
+    columns: dict[str, Any] = {name: list(map(attrgetter(name), rollouts)) for name in (*PER_TOKEN, *PER_ROLLOUT)}
     columns["advantage"] = 0 if advantages is None else advantages
     columns["usable"] = True if usable is None else usable
     columns["minibatch"] = 0 if minibatch is None else minibatch
-    return Packed(words={name: columns[name] for name in WORDS}, **_joined(lengths, columns))
+    words = {name: list(map(attrgetter(name), rollouts)) for name in WORDS}
+    return Packed(words=words, **_joined(lengths, columns))
 
 
 def unpack(packed: Packed) -> list[Rollout]:
@@ -228,9 +236,11 @@ def _split_groups(
     """
     order = sorted(range(len(groups)), key=lambda g: -sum(costs[i] for i in groups[g]))
     sizes = [2**k for k in range(max(map(len, groups), default=1).bit_length())]
-    best, lightest = [[] for _ in range(num)], float("inf")
+    best: list[list[int]] = [[] for _ in range(num)]
+    lightest = float("inf")
     for num_pieces, num_whole in itertools.product(sizes, (0, len(groups) // num * num)):
-        pieces, heavy = [], []
+        pieces: list[list[int]] = []
+        heavy: list[float] = []
         for place, g in enumerate(order):
             own = [costs[i] - firsts[g] for i in groups[g]]
             for piece in filter(None, split_evenly(own, 1 if place < num_whole else num_pieces)):
@@ -273,13 +283,14 @@ def _spans(packed: Packed) -> list[slice]:
     return list(itertools.starmap(slice, itertools.pairwise(packed.cu_seqlens.tolist())))
 
 
-def _joined(lengths: Sequence[int], columns: Mapping[str, object]) -> dict[str, np.ndarray]:
+def _joined(lengths: Sequence[int], columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of rollouts of these lengths, one after another in one piece of memory, as a message carries them."""
     num, total = len(lengths), sum(lengths)
     counts = {name: total if name in PER_TOKEN else num for name in DTYPES} | {"cu_seqlens": num + 1}
     sizes = {name: count * np.dtype(DTYPES[name]).itemsize for name, count in counts.items()}
     memory = _memory.take(sum(map(aligned, sizes.values())))
-    arrays, start = {}, 0
+    arrays: dict[str, np.ndarray] = {}
+    start = 0
     for name, size in sizes.items():
         arrays[name] = memory[start : start + size].view(DTYPES[name])
         start += aligned(size)

@@ -175,7 +175,8 @@ def _id_maps(uid: int, gid: int, *, by_another: bool) -> Iterator[None]:
         yield
         os.write(enters, b".")
     finally:
-        os.close(enters), os.close(entered)
+        os.close(enters)
+        os.close(entered)
         _, ended = os.waitpid(other, 0)
     if ended:
         raise PermissionError("the user of a new namespace cannot be set")
@@ -189,7 +190,8 @@ def _new_root(sources: dict[str, int | str], code: bytes, uid: int, gid: int) ->
     for path in ("tmp", "proc", "dev/shm", "etc"):
         os.makedirs(path)
     _mount("tmpfs", "tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={DISK_BYTES},nr_inodes=4096,mode=755")
-    os.mkdir(WORK), os.mkdir(SHARED)
+    os.mkdir(WORK)
+    os.mkdir(SHARED)
     _mount(SHARED, "dev/shm", "", MS_BIND)
     before = {number for number, *_ in _mounts()}
     for path, source in sources.items():

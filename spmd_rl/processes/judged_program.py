@@ -49,7 +49,7 @@ REBUILT: dict[str, tuple[type, Callable[[Any], list[object]]]] = {
     "complex": (complex, lambda v: [v.real, v.imag]),
     "range": (range, lambda v: [v.start, v.stop, v.step]),
 }
-CONTAINERS: dict[str, type] = {
+CONTAINERS: dict[str, type[Any]] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque
 }  # fmt: skip
 UNARY = ("neg", "pos", "abs", "invert")
@@ -64,7 +64,7 @@ class Gone(BaseException):
 class Peer:
     """One end of the two pipes."""
 
-    def __init__(self, read_fd: int, write_fd: int, handlers: dict[str, Callable[..., object]]) -> None:
+    def __init__(self, read_fd: int, write_fd: int, handlers: dict[str, Callable[..., dict[str, object]]]) -> None:
         self._read, self._write = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
         self._handlers = handlers
         self._kept: list[object] = []  # that the other side names by their place
@@ -121,7 +121,7 @@ class Peer:
             return {"awaitable" if isinstance(value, types.CoroutineType) else "mine": self._places[id(value)]}
         return form
 
-    def plain(self, value: object) -> object:
+    def plain(self, value: Any) -> object:
         """The form of a value of Python's own types, or of a type derived from one; NOTHING where there is none."""
         if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
             if not value.ndim:
@@ -130,9 +130,12 @@ class Peer:
                 return {"array": [value.dtype.str, value.shape, base64.b64encode(value.tobytes()).decode()]}
         if value is None or isinstance(value, bool):
             return value
-        for kind, method in ((int, int.__index__), (float, float.__float__), (str, str.__str__)):
-            if isinstance(value, kind):
-                return method(value)
+        if isinstance(value, int):
+            return int.__index__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, str):
+            return str.__str__(value)
         if isinstance(value, bytes | bytearray):
             return {"bytes": [isinstance(value, bytearray), value.hex()]}
         if isinstance(value, dict):
@@ -143,12 +146,12 @@ class Peer:
         for name, kind in CONTAINERS.items():
             if isinstance(value, kind):
                 return {name: [self.encode(item) for item in kind.__iter__(value)]}
-        for name, (kind, parts) in REBUILT.items():
-            if type(value) is kind:
+        for name, (made, parts) in REBUILT.items():
+            if type(value) is made:
                 return {"of": [name, parts(value)]}
         return NOTHING
 
-    def decode(self, form: object) -> object:
+    def decode(self, form: object) -> Any:
         if not isinstance(form, dict):
             if not isinstance(form, PLAIN):
                 raise TypeError(f"{form!r} is no value")
@@ -214,7 +217,7 @@ class Remote:
     def __call__(self, *args: object, **named: object) -> object:
         return _peer(self).ask("call", self, list(args), named)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:  # whatever the program has under that name
         return _peer(self).ask("use", "getattr", [self, name])
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -227,7 +230,7 @@ class Remote:
                 yield _peer(iterator).ask("use", "next", [iterator])
             except StopIteration:
                 return
-        yield from iterator  # type: ignore[misc]
+        yield from iterator
 
     def __next__(self) -> object:
         return _peer(self).ask("use", "next", [self])
@@ -273,10 +276,10 @@ class Remote:
         return isinstance(instance, Remote) and bool(_peer(self).ask("use", "isinstance", [instance, self]))
 
     def __enter__(self) -> object:
-        return self.__getattr__("__enter__")()  # type: ignore[operator]
+        return self.__getattr__("__enter__")()
 
     def __exit__(self, *_: object) -> object:
-        return self.__getattr__("__exit__")(None, None, None)  # type: ignore[operator]
+        return self.__getattr__("__exit__")(None, None, None)
 
 
 def _operators() -> None:
@@ -304,7 +307,7 @@ def _operators() -> None:
 _operators()
 
 
-def _ran(coroutine: types.CoroutineType) -> object:
+def _ran(coroutine: types.CoroutineType[Any, Any, object]) -> object:
     import asyncio  # takes longer to import than most programs run
 
     return asyncio.run(coroutine)
@@ -319,11 +322,13 @@ USES: dict[str, Callable[..., object]] = {
 
 
 def _peer(remote: Remote) -> Peer:
-    return object.__getattribute__(remote, "_of")[0]
+    peer: Peer = object.__getattribute__(remote, "_of")[0]
+    return peer
 
 
 def _place(remote: Remote) -> int:
-    return object.__getattribute__(remote, "_of")[1]
+    place: int = object.__getattribute__(remote, "_of")[1]
+    return place
 
 
 def _plain(remote: Remote) -> object:
@@ -336,13 +341,16 @@ async def _awaited(remote: Remote) -> object:
     return _peer(remote).ask("use", "await", [remote])
 
 
-def _replace(value: object, new: object) -> None:
+def _replace(value: object, new: Any) -> None:
     """Give a container the contents of another one."""
     if isinstance(value, list | bytearray):
-        value[:] = new  # type: ignore[assignment]
-    elif isinstance(value, dict | set | collections.deque):
+        value[:] = new
+    elif isinstance(value, collections.deque):
         value.clear()
-        (value.extend if isinstance(value, collections.deque) else value.update)(new)  # type: ignore[arg-type]
+        value.extend(new)
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(new)
 
 
 def _text(error: BaseException) -> str:
@@ -381,14 +389,16 @@ def program(read_fd: int, write_fd: int) -> None:
         return {"value": [name for name in vars(module) if not name.startswith("__")]}
 
     def name(peer: Peer, name: str) -> dict[str, object]:
-        value = vars(module)[name]
+        value: Any = vars(module)[name]  # whatever the program has made
         if isinstance(value, types.ModuleType):
             return {"value": {"module": value.__name__, "object": peer.encode(value)}}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"value": {"error": [c.__name__ for c in value.__mro__ if issubclass(c, BaseException)]}}
-        home = getattr(value, "__module__", None)
-        if home in OWN_MODULES and vars(sys.modules[home]).get(value.__name__) is value:
-            return {"value": {"module": home, "attribute": value.__name__, "object": peer.encode(value)}}
+        home: str | None = getattr(value, "__module__", None)
+        if home in OWN_MODULES:
+            attribute = value.__name__
+            if vars(sys.modules[home]).get(attribute) is value:
+                return {"value": {"module": home, "attribute": attribute, "object": peer.encode(value)}}
         return {"value": {"object": peer.encode(value)}}
 
     def use(peer: Peer, what: str, args: object) -> dict[str, object]:

@@ -52,13 +52,14 @@ class Workers:
         self._free = asyncio.Semaphore(num)
         self._idle: list[asyncio.subprocess.Process] = []
 
-    async def call(self, function: Callable[..., Any], *args: object) -> Any:
+    async def call(self, function: Callable[..., Any], *args: object) -> Any:  # JSON
         """The function's result.  Waits for a free process and for the function; what that raises is raised here."""
         job = {"function": f"{function.__module__}:{function.__qualname__}", "args": args}
         async with self._free:
             process = await self._take()
             answered, late = False, f"begin, its module imported, within {self._start_s:g} s"
             try:
+                assert process.stdin is not None
                 process.stdin.write(json.dumps(job).encode() + b"\n")
                 await asyncio.wait_for(_read(process), self._start_s)
                 late = f"end within {self._timeout_s:g} s"
@@ -99,16 +100,19 @@ async def _start() -> asyncio.subprocess.Process:
 
 
 async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:
         raise WorkerDied(f"the process of a job ended with code {await process.wait()}")
-    return json.loads(line)
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
     """The process and what it has started.  Waits for their end, which a kill makes a matter of milliseconds."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
+    assert process.stdin is not None
     process.stdin.close()
     await asyncio.shield(process.wait())
 

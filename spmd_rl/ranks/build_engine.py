@@ -49,7 +49,7 @@ def build_engine(
     model = build(config.model.path, device=device, dtype=dtype, weights=False)
     specs = manifest(model)
     if inference.engine == "native":
-        engine = NativeEngine(
+        return NativeEngine(
             model=model,
             device=device,
             max_slots=inference.max_slots,
@@ -59,8 +59,7 @@ def build_engine(
             deterministic=inference.deterministic,
             head_dtype=head_dtype(config.model.head_dtype),
             decode=decode,
-        )
-        return engine, specs
+        ), specs
 
     from spmd_rl.engine.vllm import VllmEngine
 
@@ -79,8 +78,9 @@ def build_engine(
         decode=decode,
         original=partial(original_names, model),
     )
-    leads = group.size() > 1 and group.rank() == 0
-    return Leader(engine=engine, group=group) if leads else engine, specs
+    if group.size() > 1 and group.rank() == 0:
+        return Leader(engine=engine, group=group), specs
+    return engine, specs
 
 
 def make_receiver(
@@ -97,12 +97,29 @@ def make_receiver(
             sender=world.trainer_ranks[0],
             rank=world.rank,
         )
-    common = {"specs": specs, "meta_groups": world.wts_meta, "payload_groups": world.wts, "device": world.device}
-    common |= {"deliver": deliver, "failed": failed, "copied": config.inference.engine == "vllm"}
+    copied = config.inference.engine == "vllm"
     if config.lora.sync == "merged":
-        return WeightReceiver(**common, in_place=config.weights.receive == "in_place")
-    lora = Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets)
-    return AdapterReceiver(**common, lora=lora, exact=exact_dtype(config.model.path, specs[0].dtype))
+        return WeightReceiver(
+            specs=specs,
+            meta_groups=world.wts_meta,
+            payload_groups=world.wts,
+            device=world.device,
+            deliver=deliver,
+            failed=failed,
+            copied=copied,
+            in_place=config.weights.receive == "in_place",
+        )
+    return AdapterReceiver(
+        specs=specs,
+        meta_groups=world.wts_meta,
+        payload_groups=world.wts,
+        device=world.device,
+        deliver=deliver,
+        failed=failed,
+        copied=copied,
+        lora=Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets),
+        exact=exact_dtype(config.model.path, specs[0].dtype),
+    )
 
 
 def check_engine(config: Config) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from spmd_rl.config import Config
@@ -43,10 +44,7 @@ def make_tasks(config: Config, tokenizer: Tokenizer) -> Tasks:
         seed=seed,
     )
     train = TaskStream(
-        {
-            name: lambda name=name, env=env: checked_tasks(name, env, seed=seed, split="train")
-            for name, env in environments.items()
-        },
+        {name: partial(checked_tasks, name, env, seed=seed, split="train") for name, env in environments.items()},
         weights={name: env.weight for name, env in config.env.items()},
         seed=seed,
         keep=difficulty.keep,

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from spmd_rl.behavior import Verdict, model_verdict
 from spmd_rl.config import Config
@@ -41,7 +42,7 @@ def make_trainer(
     t, critic = config.trainer, config.critic
     with_critic = t.advantage == "gae"
 
-    def model() -> torch.nn.Module:  # sharding moves it to the device layer by layer, so that it never is there whole
+    def model() -> PreTrainedModel:  # sharding moves it to the device layer by layer, so that it never is there whole
         place = device if mesh is None else "cpu"
         return build(config.model.path, device=place, dtype=torch.float32, weights=True)
 
@@ -129,7 +130,7 @@ def check_model(config: Config) -> Verdict:
     return verdict
 
 
-def check_rope(model: torch.nn.Module, longest: int) -> None:
+def check_rope(model: PreTrainedModel, longest: int) -> None:
     """ValueError where sequences of a run may grow past the limit of the model's rope."""
     limit = rope_limit(model.config)
     if limit is not None and longest > limit:

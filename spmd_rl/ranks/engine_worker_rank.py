@@ -34,12 +34,14 @@ class EngineWorkerRank:
     def __init__(
         self, *, world: World, config: Config, run_dir: RunDir, live: Liveness, send: Callable[[WeightsLoaded], None]
     ) -> None:
-        self._world, self._live, self._send = world, live, send
+        self._live, self._send = live, send
         self._arrived: queue.Queue[Received] = queue.Queue()
         self._held: Received | None = None  # the newest weights; their tensors until others came
         live.progress("building the engine")
         decode = partial(Tokenizer(config.model.path).decode, special=True)
-        self._engine, specs = build_engine(config, device=world.device, group=world.engine_group, decode=decode)
+        assert world.engine_group is not None
+        self._group = world.engine_group
+        self._engine, specs = build_engine(config, device=world.device, group=self._group, decode=decode)
         self._receiver = make_receiver(
             world,
             config,
@@ -61,7 +63,7 @@ class EngineWorkerRank:
         """Until the leader closes the engine."""
         follow(
             engine=self._engine,
-            group=self._world.engine_group,
+            group=self._group,
             load=self._load,
             reload=self._reload,
             progress=self._live.progress,

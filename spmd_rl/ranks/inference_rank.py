@@ -27,6 +27,7 @@ from spmd_rl.model.causal_lm import distances, load_config, vocab_size
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.packing import packing
 from spmd_rl.packing.messages import (
+    AnyMessage,
     AskCounters,
     AttemptFailed,
     Bye,
@@ -81,6 +82,7 @@ class InferenceRank:
         self._may_swap = threading.Semaphore(0)
         self.stopped = asyncio.Event()
         tokenizer = Tokenizer(config.model.path, config.model.template)
+        assert world.engine_group is not None
         engine, specs = build_engine(
             config, device=world.device, group=world.engine_group, decode=partial(tokenizer.decode, special=True)
         )
@@ -166,8 +168,9 @@ class InferenceRank:
         task.add_done_callback(self._probe_ended)
 
     async def _sample_probe(self, number: int, version: int | None, arrived: asyncio.Event | None) -> None:
-        if arrived is None:
+        if arrived is None or version is None:
             first, self._first = self._first, None
+            assert first is not None  # rank 0 asks once, when they have come
             sample = await self._sampler.at_start(lambda: first().tensors)
         else:
             await arrived.wait()
@@ -275,12 +278,12 @@ async def run_inference(
         send=lambda message: mail.send(0, message),
         environments=environments,
     )
-    mail = Mail(
-        peers=(0,),
-        group=world.ctl,
-        deliver=lambda peer, message: loop.call_soon_threadsafe(rank.handle, message),
-        failed=live.lost,
-    )
+
+    def deliver(peer: int, message: AnyMessage) -> None:
+        assert isinstance(message, ToEngine)
+        loop.call_soon_threadsafe(rank.handle, message)
+
+    mail = Mail(peers=(0,), group=world.ctl, deliver=deliver, failed=live.lost)
     signals.on_first(lambda number: mail.send(0, StopRequested(signal=number)))
     live.progress("waiting for work")
     live.watch(loop)

@@ -34,7 +34,17 @@ from spmd_rl.model.causal_lm import has_experts, hidden_size
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.orchestrator.orchestrator import Orchestrator, Ranks
 from spmd_rl.packing import packing
-from spmd_rl.packing.messages import AnyMessage, Bye, Counters, Files, Message, StopRequested, TrainBatch
+from spmd_rl.packing.messages import (
+    AnyMessage,
+    Bye,
+    Counters,
+    Files,
+    Message,
+    StopRequested,
+    ToEngine,
+    ToOrchestrator,
+    TrainBatch,
+)
 from spmd_rl.packing.packing import Packed
 from spmd_rl.ranks.build_tasks import Tasks
 from spmd_rl.ranks.inference_rank import InferenceRank
@@ -135,7 +145,7 @@ class OrchestratorRank:
         self._report.say(self._report.table(end, paths=paths))
         return {"done": 0, "failed": 1}.get(status, self._signals.code)
 
-    def handle(self, rank: int, message: AnyMessage) -> None:
+    def handle(self, rank: int, message: ToOrchestrator) -> None:
         """What another rank, or this one's engine, has to say."""
         if not isinstance(message, Counters):  # those come whether or not anything moves
             self._live.progress("waiting for rollouts, steps and weights")
@@ -149,11 +159,12 @@ class OrchestratorRank:
 
     def _from_peer(self, peer: int, message: AnyMessage) -> None:
         """On the thread of the peer's inbox."""
+        assert isinstance(message, ToOrchestrator)
         self._loop.call_soon_threadsafe(self.handle, peer, message)
 
     def _send(self, rank: int, message: Message) -> None:
         if rank == self._world.rank:
-            assert self._engine is not None
+            assert self._engine is not None and isinstance(message, ToEngine)
             self._loop.call_soon(self._engine.handle, message)
         else:
             self._mail.send(rank, message)

@@ -56,7 +56,7 @@ class ProbeSampler:
         *,
         engine: EngineThread,
         sampling: Sampling,  # of training
-        encode: Callable[[str], Sequence[int]],
+        encode: Callable[[str], np.ndarray],
         max_seq_len: int,
         distances: Sequence[int] = (),  # of the model, see `model.distances`: the long prompt goes beyond
         recomputes: bool,  # keys and values of running sequences, under new weights
@@ -125,7 +125,11 @@ class ProbeSampler:
 
     async def _swap(self, weights: Callable[[], Mapping[str, Tensor]], version: int, *, after: int = 0) -> None:
         loop, swapped = asyncio.get_running_loop(), asyncio.Event()
-        self._engine.load(weights, version, lambda _: loop.call_soon_threadsafe(swapped.set), after=after)
+
+        def loaded(pause_s: float) -> None:
+            loop.call_soon_threadsafe(swapped.set)
+
+        self._engine.load(weights, version, loaded, after=after)
         await swapped.wait()
 
     async def _sample(

@@ -75,11 +75,11 @@ class Start:
     restored: Path | None  # checkpoint to go on from
     tasks: Tasks | None = None  # the leading rank's
     environments: Mapping[str, Environment] = field(default_factory=dict)  # that this rank plays, where it plays any
-    facts: Mapping[str, object] | None = None  # the leading rank's: what later starts depend on
+    facts: Mapping[str, Any] | None = None  # the leading rank's: what later starts depend on
     differences: tuple[str, ...] = ()  # the leading rank's: what is other than at the start before, a line each
 
 
-def train(config: Config | ValueError, name: str) -> None:
+def train(config: Config | ValueError, name: str) -> NoReturn:
     """Ends the process of this rank with the code of the run; never returns.  `config`: or why this rank has none."""
     die_with_parent(os.getppid())  # no rank outlives a torchrun that was killed
     meeting = meet()
@@ -298,7 +298,7 @@ async def _watched(life: Coroutine[None, None, T], live: Liveness) -> T:
     What a callback of the loop raises is a failure too, as is what nobody awaits.
     """
 
-    def raised(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    def raised(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:  # asyncio's
         live.failed(context.get("exception") or RuntimeError(str(context["message"])))
 
     loop = asyncio.get_running_loop()
@@ -314,6 +314,7 @@ async def _watched(life: Coroutine[None, None, T], live: Liveness) -> T:
 def _give_up(error: BaseException, live: Liveness) -> NoReturn:
     live.failed(error)
     threading.Event().wait()  # for the liveness thread, which ends the process
+    raise AssertionError("the process has ended") from error
 
 
 def _stop_by_force(world: World, file: Summary, live: Liveness, asked: int, code: int) -> NoReturn:

@@ -39,9 +39,11 @@ MAY_DIFFER = ("model.path",)  # a local path: its content is compared; so is tha
 # Variables that change what is computed.  OMP_NUM_THREADS and NCCL's are not among them: nodes may differ in cores and
 # links, and what these change is the order of sums, as any other batch does.
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONUTF8", "MKL_CBWR")
-PREFIXES = ("TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "CUBLAS", "CUDNN_", "ATEN_", "ONEDNN_", "DNNL_", "TRITON_")
-PREFIXES += ("VLLM_", "FLASH_ATTENTION_", "FLASHINFER_")
 # fmt: off
+PREFIXES = (
+    "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "CUBLAS", "CUDNN_", "ATEN_", "ONEDNN_", "DNNL_", "TRITON_",
+    "VLLM_", "FLASH_ATTENTION_", "FLASHINFER_",
+)
 OF_A_NODE = (  # beginnings of names that say where things lie or how they are logged
     "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_", "TORCH_ELASTIC_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS",
     "TORCH_TRACE", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_SHOW_", "TORCH_CPP_LOG_LEVEL", "TORCH_CUDA_ARCH_LIST",
@@ -304,7 +306,9 @@ def _users_modules() -> Iterator[tuple[str, Path]]:
     installed.append(str(Path(spmd_rl.__file__).parent))
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        users = isinstance(file, str) and not file.startswith(tuple(f"{folder}{os.sep}" for folder in installed))
+        if not isinstance(file, str):
+            continue
+        users = not file.startswith(tuple(f"{folder}{os.sep}" for folder in installed))
         if users and os.path.isabs(file) and os.path.isfile(file):
             yield name, Path(file)
 

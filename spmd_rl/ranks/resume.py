@@ -98,7 +98,8 @@ def check_fits(folder: Path, config: Config) -> None:
         indices = [batch.index for batch in state.batches]
         weights = words.get("weights", {"layout": "", "checksums": []})
         whole = isinstance(weights["layout"], str) and isinstance(weights["checksums"], list)
-        held = [ticket for holder in (*state.groups, *state.unfinished) for ticket in holder.tickets]
+        held = [ticket for group in state.groups for ticket in group.tickets]
+        held += [ticket for work in state.unfinished for ticket in work.tickets]
         held += [rollout.ticket for batch in state.batches for rollout in batch.rollouts]
         running = sum(work.size for work in state.unfinished)
         fits = len(held) == len(set(held)) and max(held, default=-1) < state.next_ticket
@@ -138,6 +139,6 @@ def check_fits(folder: Path, config: Config) -> None:
 
 def model_config(config: Config) -> dict[str, object]:
     """The model's own config.json, and what LoRA adds to it: a checkpoint keeps it to be compared."""
-    there = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    there: dict[str, object] = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     rank, alpha, targets = config.lora.rank, config.lora.alpha, config.lora.targets
     return there | ({"lora": {"rank": rank, "alpha": alpha, "targets": sorted(targets)}} if rank else {})

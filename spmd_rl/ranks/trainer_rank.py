@@ -25,6 +25,7 @@ from spmd_rl.files import disk_space
 from spmd_rl.model.causal_lm import engine_dtype, exact_dtype
 from spmd_rl.packing import packing
 from spmd_rl.packing.messages import (
+    AnyMessage,
     BatchRefused,
     Bye,
     CheckpointWritten,
@@ -206,21 +207,35 @@ class TrainerRank:
         if world.rank not in world.sender_ranks:
             return None
         parameters = models.named_parameters()
-        common = {
-            "specs": manifest(parameters, dtype=models.dtypes(dtype)),
-            "index": world.sender_ranks.index(world.rank),
-            "num_senders": len(world.sender_ranks),
-            "meta_group": world.wts_meta[world.rank],
-            "payload_group": world.wts[world.rank],
-            "failed": self._live.failed,
-            "sent": self._sent,
-        }
+        specs, index = manifest(parameters, dtype=models.dtypes(dtype)), world.sender_ranks.index(world.rank)
         if self._config.lora.sync == "adapter":
-            exact = exact_dtype(self._config.model.path, dtype)
-            weights_of = {"frozen": models.frozen(), "additions": models.additions(), "merged": parameters}
-            return AdapterSender(**common, **weights_of, lora=models.lora, exact=exact)
-        delta, anchor_every = weights.mode == "delta", weights.anchor_every
-        return WeightSender(**common, parameters=parameters, delta=delta, anchor_every=anchor_every)
+            assert models.lora is not None
+            return AdapterSender(
+                frozen=models.frozen(),
+                additions=models.additions(),
+                merged=parameters,
+                specs=specs,
+                lora=models.lora,
+                exact=exact_dtype(self._config.model.path, dtype),
+                index=index,
+                num_senders=len(world.sender_ranks),
+                meta_group=world.wts_meta[world.rank],
+                payload_group=world.wts[world.rank],
+                failed=self._live.failed,
+                sent=self._sent,
+            )
+        return WeightSender(
+            parameters=parameters,
+            specs=specs,
+            index=index,
+            num_senders=len(world.sender_ranks),
+            meta_group=world.wts_meta[world.rank],
+            payload_group=world.wts[world.rank],
+            delta=weights.mode == "delta",
+            anchor_every=weights.anchor_every,
+            failed=self._live.failed,
+            sent=self._sent,
+        )
 
     def _sent(self, report: SendReport) -> None:
         """On the sender's thread."""
@@ -246,7 +261,12 @@ def run_trainer(
 ) -> None:
     """Until rank 0 says Bye.  Starts with `version`, of the checkpoint in `restored` where there is one."""
     messages: queue.Queue[ToTrainer] = queue.Queue()
-    mail = Mail(peers=(0,), group=world.ctl, deliver=lambda peer, message: messages.put(message), failed=live.lost)
+
+    def deliver(peer: int, message: AnyMessage) -> None:
+        assert isinstance(message, ToTrainer)
+        messages.put(message)
+
+    mail = Mail(peers=(0,), group=world.ctl, deliver=deliver, failed=live.lost)
     signals.on_first(lambda number: mail.send(0, StopRequested(signal=number)))
     rank = TrainerRank(
         world=world, config=config, run_dir=run_dir, live=live, send=lambda message: mail.send(0, message)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from types import ModuleType
 from typing import Any
 
 MARKS = ("$", "\\(", "\\[", "\\boxed")  # an answer with one of them says itself where its mathematics is
@@ -78,13 +77,14 @@ def _equals(reply: str, answer: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _gold(answer: str) -> list[Any]:
+def _gold(answer: str) -> list[Any]:  # of sympy, which has no types
     text = _cleaned(answer)
     if re.search(r"(?<![\\&])\d +\d", text) and "&" not in text:
         raise ValueError(f"several numbers in the answer {answer!r}")
     readings = [text, f"${text}$"] if any(mark in text for mark in MARKS) else [f"${text}$", text]
     parsed = (_math_verify().parse(reading, parsing_timeout=None) for reading in readings)
-    if not (gold := next(filter(None, parsed), None)):
+    gold: list[Any] | None = next(filter(None, parsed), None)
+    if not gold:
         raise ValueError(f"no mathematical expression in the answer {answer!r}")
     words = re.findall(r"(?<![A-Za-z\\{])[a-z]{4,}(?![A-Za-z}])", text)
     symbols = {str(symbol).lower() for symbol in getattr(gold[0], "free_symbols", ())}
@@ -150,7 +150,7 @@ def _folded(text: str) -> str:
 
 
 @cache
-def _math_verify() -> ModuleType:
+def _math_verify() -> Any:  # a module without types
     import logging
 
     import math_verify

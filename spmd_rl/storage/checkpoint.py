@@ -23,19 +23,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from spmd_rl.files.atomic_folder import remove
 from spmd_rl.packing import packing
 from spmd_rl.storage.run_dir import sync, write_whole
 from spmd_rl.types import Rollout
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 SCHEMA = 3
 MARKER = "COMPLETE"
@@ -64,14 +69,16 @@ def save_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessG
     Until then the group belongs to this save.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return dcp.async_save(dict(state), storage_writer=_Writer(folder), process_group=group)
+    saving = async_save(dict(state), storage_writer=_Writer(folder), process_group=group)
+    assert isinstance(saving, Future)  # copied at once, not staged
+    return saving
 
 
 def load_trainer(state: Mapping[str, object], folder: Path, group: dist.ProcessGroup | None) -> None:
     """All trainer ranks together, or one process without a group: fill `state` in place, on any number of ranks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-        dcp.load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
+        load(dict(state), storage_reader=_Reader(folder), planner=_Planner(), process_group=group)
 
 
 def sums(folder: Path, index: int, *, read: Callable[[], None] = lambda: None) -> dict[str, list[int]]:
@@ -82,7 +89,7 @@ def sums(folder: Path, index: int, *, read: Callable[[], None] = lambda: None) -
     return {path.name: [path.stat().st_size, crc] for path, crc in _sums(sorted(folder.glob(f"__{index}_*")), read)}
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """What is written reaches the disk piece by piece, so that its pace can be seen: not all of it at the last sync."""
 
     def __init__(self, folder: Path) -> None:
@@ -104,7 +111,7 @@ class _Files(FileSystem):
 class _Synced(io.BufferedWriter):
     _unsynced = 0
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         with memoryview(data).cast("B") as whole:
             for start in range(0, len(whole), PIECE_BYTES):
                 self._unsynced += super().write(whole[start : start + PIECE_BYTES])
@@ -115,12 +122,12 @@ class _Synced(io.BufferedWriter):
             return len(whole)
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads the pickled table of contents that torch writes, but lets it name nothing except what describes tensors."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
+            metadata: Metadata = _Unpickler(file).load()
         for info in metadata.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
                 raise pickle.UnpicklingError(f"a checkpoint may not point at {info.relative_path}")
@@ -159,7 +166,7 @@ def save_orchestrator(state: Mapping[str, object], rollouts: Sequence[Rollout], 
     write_whole(folder / "orchestrator.json", json.dumps({"schema": SCHEMA, **state}, indent=1))
 
 
-def load_orchestrator(folder: Path) -> tuple[dict[str, object], list[Rollout]]:
+def load_orchestrator(folder: Path) -> tuple[dict[str, Any], list[Rollout]]:
     """ValueError when the checkpoint is not one of ours."""
     try:
         state = json.loads((folder / "orchestrator.json").read_text())

@@ -168,7 +168,8 @@ class Summary:
     def read(self) -> dict[str, object]:
         """What was written so far, here or by an earlier start; empty where that is nothing."""
         try:
-            return json.loads(self.path.read_text("utf-8"))
+            words: dict[str, object] = json.loads(self.path.read_text("utf-8"))
+            return words
         except (OSError, ValueError):
             return {}
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
 
 from spmd_rl.model.attention import Rule, Span, causal_attention, token_positions
 from spmd_rl.model.causal_lm import run_body
@@ -69,7 +71,7 @@ class Part:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """Causal attention of these tokens to their sequences, wherever the keys are."""
-        keys, values = (_Gathered.apply(x.contiguous(), self.group).index_select(2, self.order) for x in (k, v))
+        keys, values = self._gathered(k), self._gathered(v)
         outs, at = [], 0
         for span, a, b in self.pieces:
             mine = q[:, :, at : at + b - a]
@@ -79,8 +81,13 @@ class Part:
         # a rank without a token here has gradients all the same: FSDP reduces those of all ranks together
         return torch.cat([*outs, padding + 0 * (q.sum() + keys.sum() + values.sum())], 1)
 
+    def _gathered(self, x: Tensor) -> Tensor:
+        """The parts of all ranks, in the order of the tokens."""
+        whole: Tensor = _Gathered.apply(x.contiguous(), self.group)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return whole.index_select(2, self.order)
 
-def split_hidden_states(model: nn.Module, token_ids: Tensor, part: Part) -> Tensor:  # [size, d]
+
+def split_hidden_states(model: PreTrainedModel, token_ids: Tensor, part: Part) -> Tensor:  # [size, d]
     """Body of the model over this rank's tokens."""
     places = token_positions(part.spans, token_ids.device)
     return run_body(model, token_ids[part.mine], places[part.mine], part)
@@ -88,21 +95,22 @@ def split_hidden_states(model: nn.Module, token_ids: Tensor, part: Part) -> Tens
 
 def together(values: Tensor, places: Tensor, num: int, group: ProcessGroup) -> Tensor:
     """[num], of which this rank has `values` at `places`; every place is some rank's."""
-    return _Together.apply(values, places, num, group)
+    whole: Tensor = _Together.apply(values, places, num, group)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return whole
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(torch.autograd.Function):  # its ctx is Any: torch types nothing of what is kept on one
     """Parts of keys or values [1, H, size, D] of all ranks, in order; gradients come back to where they belong."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, mine: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         parts = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(parts, mine, group=group)
         return torch.cat(parts, 2)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         parts = [part.contiguous() for part in grad.chunk(ctx.group.size(), 2)]
         mine = torch.empty_like(parts[0])
         dist.reduce_scatter(mine, parts, group=ctx.group)
@@ -111,9 +119,7 @@ class _Gathered(torch.autograd.Function):
 
 class _Together(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, values: Tensor, places: Tensor, num: int, group: ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, values: Tensor, places: Tensor, num: int, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(places)
         whole = values.new_zeros(num)
         whole[places] = values
@@ -121,6 +127,6 @@ class _Together(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
         return grad[places], None, None, None  # the loss is the same on all ranks

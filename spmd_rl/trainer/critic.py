@@ -69,6 +69,7 @@ def credit(
     last = np.r_[sequence[1:] != sequence[:-1], True]
     rewards = np.where(last, micro.advantages[steps], 0.0)
     if how.kl_coefficient:
+        assert kl is not None
         rewards = rewards - how.kl_coefficient * np.add.reduceat(kl.double().cpu().numpy(), steps)
     advantages = np.zeros(len(steps))
     for i in np.unique(sequence):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spmd_rl.model.parts import decoder_layers
 from spmd_rl.model.routes import choices, expert_layers, num_experts
@@ -26,17 +27,18 @@ from spmd_rl.model.routes import choices, expert_layers, num_experts
 
 def num_chosen(layer: nn.Module) -> int:
     """Experts that a token of a decoder layer goes through, as its router says; 0 where there is no router."""
-    return next((m.top_k for m in layer.modules() if isinstance(getattr(m, "top_k", None), int)), 0)
+    numbers = (getattr(module, "top_k", None) for module in layer.modules())
+    return next((num for num in numbers if isinstance(num, int)), 0)
 
 
-def check_router_loss(model: nn.Module) -> None:
+def check_router_loss(model: PreTrainedModel) -> None:
     """ValueError for a model that transformers has no auxiliary loss for."""
     if not _routers(model) or not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
         kind = model.config.get_text_config().model_type
         raise ValueError(f"trainer.router_aux_coef: transformers has no router loss for {kind}: set it to 0")
 
 
-def _routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     """Each router, and which of its outputs are the logits, as the architecture says."""
     recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
     said = recorders.get("router_logits", [])
@@ -61,7 +63,7 @@ class Routed:
 class Routing:
     """Sees the routers and experts of a model at work, in forwards that are watched."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.experts = expert_layers(model)
         layers = [layer for layer in decoder_layers(model) if any(map(num_experts, layer.modules()))]
         self.top_k = num_chosen(layers[0]) if layers else 0
@@ -122,4 +124,5 @@ def auxiliary_loss(total: Tensor, part: Tensor | None = None) -> Tensor:  # [] f
     (counts, probabilities), rows = total.detach()[:, :-1], total[0, -1].detach()
     if part is not None:
         probabilities = part[1, :-1]
-    return len(counts) * (counts * probabilities).sum() / rows.square()
+    loss: Tensor = len(counts) * (counts * probabilities).sum() / rows.square()
+    return loss

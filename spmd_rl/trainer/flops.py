@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spmd_rl.model.attention import spans
 from spmd_rl.model.causal_lm import head, kv_shape
 from spmd_rl.model.parts import decoder_layers
-from spmd_rl.trainer.experts import num_chosen, num_experts
+from spmd_rl.model.routes import num_experts
+from spmd_rl.trainer.experts import num_chosen
 from spmd_rl.trainer.microbatch import MicroBatch
 
 
@@ -28,7 +30,7 @@ class Flops:
     What is recomputed does not count.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         config = model.config.get_text_config()
         layers, _, dim = kv_shape(config)
         width = layers * dim * config.num_attention_heads if layers else 0  # of all queries of a token
@@ -63,7 +65,7 @@ def _per_token(layer: nn.Module) -> float:
     return total
 
 
-def _per_row(weight: nn.Parameter) -> int:
+def _per_row(weight: Tensor) -> int:
     """Forward and backward of one row that is multiplied by a weight."""
     return 2 * weight.numel() * (3 if weight.requires_grad else 2)
 

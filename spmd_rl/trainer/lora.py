@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from transformers import PreTrainedModel
 
 from spmd_rl.config.settings import Lora as Settings
 from spmd_rl.files import tensor_file
@@ -35,18 +36,18 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.__dict__.update(linear.__dict__)  # its parameters, and the hooks that split it over ranks
         self.scale = lora.scale
-        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        a = nn.init.kaiming_uniform_(torch.empty(lora.rank, linear.in_features, **like), a=math.sqrt(5))
+        device, dtype = linear.weight.device, linear.weight.dtype
+        a = torch.empty(lora.rank, linear.in_features, device=device, dtype=dtype)
+        b = torch.zeros(linear.out_features, lora.rank, device=device, dtype=dtype)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
         self.lora_a = nn.Parameter(_split_like(linear.weight, a, dim=1))
-        self.lora_b = nn.Parameter(
-            _split_like(linear.weight, torch.zeros(linear.out_features, lora.rank, **like), dim=0)
-        )
+        self.lora_b = nn.Parameter(_split_like(linear.weight, b, dim=0))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+def check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """ValueError, with what to write, for targets that are no linear layers of the model's body.
 
     Of the default, what only experts have may be missing: their weights are no linear layers.
@@ -67,7 +68,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
+def add_lora(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
     """Freeze the model and put additions beside its targets, equal on all ranks for one seed."""
     check_targets(model, lora.targets)
     model.requires_grad_(False)
@@ -79,7 +80,7 @@ def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
                 setattr(model.base_model.get_submodule(parent), last, LoraLinear(layer, lora))
 
 
-def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
+def lora_layers(model: PreTrainedModel) -> dict[str, LoraLinear]:
     """By name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 

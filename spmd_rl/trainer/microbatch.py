@@ -27,16 +27,26 @@ from spmd_rl.packing.packing import by_group, common_prefix
 class Share(Protocol):
     """What is read of a `Packed`: n rollouts of T tokens."""
 
-    cu_seqlens: np.ndarray  # [n + 1] ints
-    token_ids: np.ndarray  # [T] ints
-    loss_mask: np.ndarray  # [T] bool
-    behavior_logprobs: np.ndarray  # [T] float32
-    versions: np.ndarray  # [T] ints
-    ticket: np.ndarray  # [n] ints
-    group_id: np.ndarray  # [n] ints
-    advantage: np.ndarray  # [n] float32
-    usable: np.ndarray  # [n] bool
-    minibatch: np.ndarray  # [n] ints
+    @property
+    def cu_seqlens(self) -> np.ndarray: ...  # [n + 1] ints
+    @property
+    def token_ids(self) -> np.ndarray: ...  # [T] ints
+    @property
+    def loss_mask(self) -> np.ndarray: ...  # [T] bool
+    @property
+    def behavior_logprobs(self) -> np.ndarray: ...  # [T] float32
+    @property
+    def versions(self) -> np.ndarray: ...  # [T] ints
+    @property
+    def ticket(self) -> np.ndarray: ...  # [n] ints
+    @property
+    def group_id(self) -> np.ndarray: ...  # [n] ints
+    @property
+    def advantage(self) -> np.ndarray: ...  # [n] float32
+    @property
+    def usable(self) -> np.ndarray: ...  # [n] bool
+    @property
+    def minibatch(self) -> np.ndarray: ...  # [n] ints
 
 
 Aggregation = Callable[[int], tuple[float, float]]  # loss tokens of a rollout -> (scale, share) of each of them
@@ -204,7 +214,10 @@ def _units(sequences: list[_Sequence], group_id: np.ndarray, budget: int) -> lis
 
 
 def _micro_batch(share: Share, units: list[_Unit]) -> MicroBatch:
-    inputs, parents, rows, start = [], [], [], 0
+    inputs: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    parents: list[int] = []
+    start = 0
     for unit in units:
         first, prefix = start, len(inputs)
         if unit.shared:

@@ -7,6 +7,7 @@ saved and sent.  All methods are collectives of all trainer ranks.  Knows nothin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
 from spmd_rl.model.causal_lm import weight_dtypes
 from spmd_rl.trainer.lora import add_lora, lora_layers
@@ -35,9 +38,9 @@ class Models:
     def __init__(
         self,
         *,
-        policy: nn.Module,  # a causal LM of spmd_rl.model.causal_lm, as are the others
-        reference: nn.Module | None = None,
-        critic: nn.Module | None = None,  # a body of its own for the values
+        policy: PreTrainedModel,  # a causal LM of spmd_rl.model.causal_lm, as are the others
+        reference: PreTrainedModel | None = None,
+        critic: PreTrainedModel | None = None,  # a body of its own for the values
         shared_critic: bool = False,  # values from the policy's body
         lora: Lora | None = None,  # train additions to the policy, not the policy
         mesh: DeviceMesh | None,  # axes ("dp_replicate", "dp_shard"[, "tp"]); None: not sharded, one process
@@ -51,7 +54,7 @@ class Models:
     ) -> None:
         cuda = device.type == "cuda"
         self.device, self.sharded = device, mesh is not None
-        tp = mesh["tp"] if mesh is not None and "tp" in mesh.mesh_dim_names else None
+        tp = mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
         self.num_averaged = 1 if mesh is None else mesh.size() // (1 if tp is None else tp.size())
         # False: another rank holds the same rollouts and speaks for them
         self.counts = (tp is None or tp.get_local_rank() == 0) and (context is None or dist.get_rank(context) == 0)
@@ -84,7 +87,7 @@ class Models:
                 )
         for root in self._roots if casts else ():
             compute_in(root, self.compute_dtype)
-        self._rows = {} if tp is None else self._make_rows(mesh["dp_shard"])
+        self._rows: dict[str, DTensor] = {} if mesh is None or tp is None else self._make_rows(mesh["dp_shard"])
         self._layers = lora_layers(policy)
         frozen = self.frozen()
         self._merged = {name: torch.empty_like(frozen[name]) for name in map("{}.weight".format, self._layers)}
@@ -93,7 +96,7 @@ class Models:
         self._dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         """The policy's language model."""
         return self.policy.model
 
@@ -127,6 +130,7 @@ class Models:
         """Before each backward of an optimizer step: gradients are reduced and shards dropped after the last."""
         if self.sharded and self.sync_once:
             for root in filter(None, (self.policy, self.critic)):
+                assert isinstance(root, FSDPModule)
                 root.set_requires_gradient_sync(last)
                 root.set_reshard_after_backward(last)
 
@@ -134,6 +138,7 @@ class Models:
     def score(self, token_ids: Tensor, temperature: float) -> Tensor:  # [T] to [T - 1] float32
         """Log-prob of each token but the first given those before it."""
         rows = torch.arange(len(token_ids) - 1, device=self.device)
+        logprobs: Tensor
         logprobs, _, _ = self.policy(token_ids[:-1], [0, len(rows)], rows, token_ids[1:], temperature)
         self.drop(self.policy)
         return logprobs.float()
@@ -179,11 +184,11 @@ class Models:
             self._dtypes[dtype] = weight_dtypes(self.model, dtype)
         return self._dtypes[dtype]
 
-    def _make_rows(self, shards: DeviceMesh) -> dict[str, Tensor]:
+    def _make_rows(self, shards: DeviceMesh) -> dict[str, DTensor]:
         """Memory for rows of the parameters that are split over "tp", as FSDP alone would cut them."""
         made = {}
         for name, parameter in self.model.named_parameters():
-            if isinstance(parameter, DTensor) and "tp" in parameter.device_mesh.mesh_dim_names:
+            if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
                 _, num = chunk(parameter.shape[0], index=shards.get_local_rank(), count=shards.size())
                 mine = torch.empty(num, *parameter.shape[1:], dtype=parameter.dtype, device=self.device)
                 made[name] = DTensor.from_local(
@@ -191,12 +196,12 @@ class Models:
                 )
         return made
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """`model` by the names of the language model; `critic` beside it where there is one.
 
         With LoRA only what it adds, and `frozen`, by which the frozen model is known again.
         """
-        states: dict[str, object] = {"model": get_model_state_dict(self.model)}
+        states: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if self.lora is not None:
             states["model"] = {name: tensor for name, tensor in states["model"].items() if ".lora_" in name}
             states["frozen"] = self._frozen_square.clone()
@@ -204,7 +209,7 @@ class Models:
             states[name] = get_model_state_dict(module)
         return states
 
-    def load_state_dict(self, states: dict[str, object]) -> None:
+    def load_state_dict(self, states: dict[str, Any]) -> None:
         """ValueError where LoRA's additions are of another model than the one that they would be put beside."""
         if self.lora is not None and not torch.allclose(states["frozen"], self._frozen_square, rtol=1e-9):
             here, there = float(self._frozen_square) ** 0.5, float(states["frozen"]) ** 0.5
@@ -226,7 +231,7 @@ class Models:
         return [(name, module) for name, module in modules.items() if module is not None]
 
 
-def _rows_of(tensor: Tensor, like: Tensor) -> Tensor:
+def _rows_of(tensor: Tensor, like: DTensor) -> Tensor:
     """The rows of a whole tensor that the shard `like` has."""
     mesh = like.device_mesh
     first, num = chunk(tensor.shape[0], index=mesh.get_local_rank(), count=mesh.size())

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.trainer.ranks import TrainerRanks
@@ -26,10 +28,13 @@ def adamw(
     Weight decay only on matrices.  (torch's state-dict helper would otherwise take an empty step to create the moments
     and save them with a step count of 1, so that a checkpoint of step 0 were not one of step 0.)
     """
-    groups, rates = [], []
+    groups: list[dict[str, Any]] = []  # as torch takes them
+    rates: list[float] = []
     for parameters, rate in parts:
         chosen = [p for p in parameters if p.requires_grad]
-        alike: dict[object, list[nn.Parameter]] = {}  # the fused kernel takes tensors of one mesh at a time
+        alike: dict[
+            tuple[bool, DeviceMesh | None], list[nn.Parameter]
+        ] = {}  # the fused kernel takes tensors of one mesh at a time
         for p in chosen:
             alike.setdefault((p.ndim >= 2, getattr(p, "device_mesh", None)), []).append(p)
         for (is_matrix, _), some in alike.items():
@@ -63,7 +68,10 @@ def whole(tensor: Tensor) -> Tensor:
     """All of it, on its device; a collective of the ranks that hold it, between the devices of their mesh."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor().to(tensor.device)
+    between = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(between, DTensor)
+    gathered: Tensor = between.full_tensor()
+    return gathered.to(tensor.device)
 
 
 def square_sum(tensors: Iterable[Tensor], ranks: TrainerRanks) -> Tensor:

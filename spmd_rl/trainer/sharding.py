@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from spmd_rl.model.attention import spans, under
 from spmd_rl.model.causal_lm import head, hidden_states, weight_dtypes
@@ -29,7 +31,7 @@ class LogProbs(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         value_head: nn.Linear | None = None,
         context: ProcessGroup | None = None,  # ranks that share the tokens of a micro-batch
         head_dtype: torch.dtype | None = None,  # of logits and the products that they are made of; None: the model's
@@ -54,7 +56,7 @@ class LogProbs(nn.Module):
         mine = targets if places is None else targets[places]
         logprobs, entropy = token_logprobs(hidden, head(self.model, self.head_dtype), mine, temperature)
         values = None if self.value_head is None else _values(self.value_head, hidden)
-        if places is not None:
+        if self.context is not None and places is not None:
             logprobs, entropy = (together(x, places, len(rows), self.context) for x in (logprobs, entropy))
             values = None if values is None else together(values, places, len(rows), self.context)
         return logprobs, entropy, values
@@ -68,7 +70,7 @@ class LogProbs(nn.Module):
 class Values(nn.Module):
     """A body of its own with a value head in place of the language model's."""
 
-    def __init__(self, model: nn.Module, value_head: nn.Linear, context: ProcessGroup | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, value_head: nn.Linear, context: ProcessGroup | None = None) -> None:
         super().__init__()
         self.body = body(model)
         self.value_head = value_head
@@ -76,7 +78,7 @@ class Values(nn.Module):
         self._model = [model]  # in a list, so that its head is no part of this module
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         return self._model[0]
 
     def forward(
@@ -84,11 +86,13 @@ class Values(nn.Module):
     ) -> Tensor:  # [N] float32
         hidden, places = _rows(self.model, token_ids, cu_seqlens, parents, rows, self.context)
         values = _values(self.value_head, hidden)
-        return values if places is None else together(values, places, len(rows), self.context)
+        if self.context is None or places is None:
+            return values
+        return together(values, places, len(rows), self.context)
 
 
 def _rows(
-    model: nn.Module,
+    model: PreTrainedModel,
     token_ids: Tensor,
     cu_seqlens: list[int],
     parents: Sequence[int],
@@ -104,10 +108,11 @@ def _rows(
 
 
 def _values(head: nn.Linear, hidden: Tensor) -> Tensor:  # [N, d] to [N] float32
-    return head(hidden).sum(1, dtype=torch.float32)  # over one column: FSDP warns of outputs that are views
+    values: Tensor = head(hidden)
+    return values.sum(1, dtype=torch.float32)  # over one column: FSDP warns of outputs that are views
 
 
-def value_head(model: nn.Module) -> nn.Linear:
+def value_head(model: PreTrainedModel) -> nn.Linear:
     """Zeros, so that a critic starts by expecting nothing."""
     like = model.get_output_embeddings().weight
     values = nn.Linear(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
@@ -115,13 +120,13 @@ def value_head(model: nn.Module) -> nn.Linear:
     return values
 
 
-def recompute_layers(model: nn.Module) -> None:
+def recompute_layers(model: PreTrainedModel) -> None:
     """Activation checkpointing of each decoder layer, in place; inside the layer's FSDP hooks, so gathered once."""
     for layer in decoder_layers(model):
         layer.forward = partial(_recomputed, layer.forward)
 
 
-def _recomputed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+def _recomputed(forward: Callable[..., object], *args: object, **kwargs: Any) -> object:  # what the layer takes
     return checkpoint(under(forward), *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
@@ -142,7 +147,8 @@ def compute_in(root: LogProbs | Values, dtype: torch.dtype) -> None:
     def cast(*_: object) -> None:
         made = {id(p): p.to(dtype) for _, _, p in places}  # tied ones once
         for module, name, parameter in places:
-            module._parameters[name] = made[id(parameter)]
+            parameters: dict[str, Any] = module._parameters  # what a forward reads, a parameter or not
+            parameters[name] = made[id(parameter)]
 
     def restore(*_: object) -> None:
         for module, name, parameter in places:
@@ -174,24 +180,23 @@ def shard(
         reduce_dtype=None if compute_dtype == master else master,
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    split = partial(fully_shard, mesh=mesh, offload_policy=offload)
     kept = _kept_in_whole_modules(policy.model, compute_dtype)
     for module in list(policy.modules()):
         if kept.isdisjoint(module.parameters(recurse=False)):
             continue
-        exact = settings | {"mp_policy": MixedPrecisionPolicy(), "reshard_after_forward": reshard_after_forward}
-        fully_shard(module, **exact)
+        split(module, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=reshard_after_forward)
     for layer in decoder_layers(policy.model):
-        fully_shard(layer, **settings, reshard_after_forward=reshard_after_forward)
-    fully_shard(policy, **settings, reshard_after_forward=False)
+        split(layer, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    split(policy, mp_policy=precision, reshard_after_forward=False)
 
 
-def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+def check_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """ValueError for a model of which a module has parameters of two types where it is computed in `dtype`."""
     _kept_in_whole_modules(model, dtype)
 
 
-def _kept_in_whole_modules(model: nn.Module, dtype: torch.dtype) -> set[nn.Parameter]:
+def _kept_in_whole_modules(model: PreTrainedModel, dtype: torch.dtype) -> set[nn.Parameter]:
     kept = _kept(model, dtype)
     for name, module in model.named_modules():
         own = set(module.parameters(recurse=False))
@@ -200,7 +205,7 @@ def _kept_in_whole_modules(model: nn.Module, dtype: torch.dtype) -> set[nn.Param
     return kept
 
 
-def _kept(model: nn.Module, dtype: torch.dtype) -> set[nn.Parameter]:
+def _kept(model: PreTrainedModel, dtype: torch.dtype) -> set[nn.Parameter]:
     """Parameters that a model of `dtype` has in another type; none where it is of that type already."""
     if all(p.dtype == dtype for p in model.parameters()):
         return set()

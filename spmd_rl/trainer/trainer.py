@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
 
 from spmd_rl.model.routes import choices, sorted_choices
 from spmd_rl.model.stored_names import StoredNames
@@ -35,6 +37,7 @@ from spmd_rl.trainer.models import Models
 from spmd_rl.trainer.optimizer import adamw, local, square_sum, warmed_up
 from spmd_rl.trainer.proximal import loglinear
 from spmd_rl.trainer.ranks import TrainerRanks
+from spmd_rl.trainer.sharding import LogProbs
 from spmd_rl.trainer.token_advantages import standardize
 from spmd_rl.types import GuardError
 
@@ -134,7 +137,7 @@ class Trainer:
         self._stored_names: dict[Path, StoredNames] = {}
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         return self.models.model
 
     # ---- the step
@@ -186,7 +189,7 @@ class Trainer:
                 for i, name in enumerate(("grad_norm", "critic_grad_norm")[: 1 + (self.models.critic is not None)])
             },
             **{
-                name: sum(stepped.router_loss for stepped in taken) / max(len(taken), 1)
+                name: sum(stepped.router_loss or 0.0 for stepped in taken) / max(len(taken), 1)
                 for name in ("router_loss",)[: self.router_aux_coef != 0]
             },
             "weight_norm": taken[-1].weight_norm if taken else 0.0,
@@ -225,7 +228,8 @@ class Trainer:
         micro_batches = [m for w in work for m in w.micro_batches]
         proximals = self.num_minibatches * self.num_epochs > 1 and not self.interpolate_proximal
         pays = self.penalty != 0 or (self.credit is not None and self.credit.kl_coefficient != 0)
-        of_policy, references = [(None, None)] * len(micro_batches), [None] * len(micro_batches)
+        of_policy: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(micro_batches)
+        references: list[Tensor | None] = [None] * len(micro_batches)
         if proximals or pays or models.policy.value_head is not None:
             of_policy = [(logprobs, values) for logprobs, _, values in map(self._forward, micro_batches)]
         if models.reference is not None:
@@ -234,7 +238,10 @@ class Trainer:
         values = [v for _, v in of_policy]
         if models.critic is not None:
             values = [self._values(m) for m in micro_batches]
-        kls = [k1(p, r) if pays else None for (p, _), r in zip(of_policy, references, strict=True)]
+        kls: list[Tensor | None] = [None] * len(micro_batches)
+        if pays:
+            pairs = zip(of_policy, references, strict=True)
+            kls = [k1(p, r) for (p, _), r in pairs if p is not None and r is not None]
         advantages, credited = self._advantages(micro_batches, values, kls)
         starts = iter(
             Start(proximal=logprobs if proximals else None, reference=reference, advantages=a, credited=c)
@@ -250,9 +257,11 @@ class Trainer:
         advantages: list[Tensor | None] = [None] * len(micro_batches)
         for i, (micro, of_states, kl) in enumerate(zip(micro_batches, values, kls, strict=True)):
             if self.credit is not None and not micro.is_stand_in:
-                credited[i] = credit(micro, of_states, self.credit, kl)
-                advantages[i] = credited[i].advantages
+                assert of_states is not None
+                credited[i] = earned = credit(micro, of_states, self.credit, kl)
+                advantages[i] = earned.advantages
             elif self.penalty and not micro.is_stand_in:
+                assert kl is not None
                 given, sequence = self._tensor(micro.advantages), self._tensor(micro.sequence)
                 advantages[i] = penalized(given, kl, sequence, self.penalty)
         return standardize(advantages, self.ranks) if self.has_critic or self.penalty else advantages, credited
@@ -360,6 +369,7 @@ class Trainer:
             proximal = loglinear(current.detach(), behavior, self._tensor(micro.versions), n, progress)
         advantages = self._tensor(micro.advantages) if start.advantages is None else start.advantages
         if start.credited is not None:
+            assert values is not None and self.credit is not None
             of_values = value_losses(values, start.credited, self.credit)
         rows = Rows(
             current=current,
@@ -378,13 +388,18 @@ class Trainer:
         )
         return result, rows, of_values
 
-    def _forward(self, micro: MicroBatch, policy: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(self, micro: MicroBatch, policy: LogProbs | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         ids, rows, targets = (self._tensor(a) for a in (micro.token_ids, micro.rows, micro.targets))
-        return (policy or self.models.policy)(ids, micro.cu_seqlens, rows, targets, self.temperature, micro.parents)
+        run = policy or self.models.policy
+        found: tuple[Tensor, Tensor, Tensor | None]
+        found = run(ids, micro.cu_seqlens, rows, targets, self.temperature, micro.parents)
+        return found
 
     def _values(self, micro: MicroBatch) -> Tensor:
         ids, rows = self._tensor(micro.token_ids), self._tensor(micro.rows)
-        return self.models.critic(ids, micro.cu_seqlens, rows, micro.parents)
+        assert self.models.critic is not None
+        values: Tensor = self.models.critic(ids, micro.cu_seqlens, rows, micro.parents)
+        return values
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -471,7 +486,7 @@ class Trainer:
         return self.models.state_dict() | {"optimizer": optimizer, "num_steps": torch.tensor(self.num_steps)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """What any number of trainer ranks saved, resharded by torch.distributed.checkpoint."""
         self.models.load_state_dict(state)
         for name, parameter in self.models.named_trained():
@@ -493,4 +508,5 @@ class Trainer:
     def export_adapter(self, folder: Path, source: Path) -> None:
         """Write what LoRA added to the model in `source` as a PEFT folder."""
         self.models.refresh()
+        assert self.models.lora is not None
         export_adapter(self.models.additions(), self.ranks, folder=folder, lora=self.models.lora, base=source)

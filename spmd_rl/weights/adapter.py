@@ -65,8 +65,15 @@ class AdapterSender:
         sent: Callable[[SendReport], None] = lambda report: None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        common = {"index": index, "num_senders": num_senders, "meta_group": meta_group, "payload_group": payload_group}
-        common |= {"failed": failed, "bucket_bytes": bucket_bytes}
+        sender = partial(
+            WeightSender,
+            index=index,
+            num_senders=num_senders,
+            meta_group=meta_group,
+            payload_group=payload_group,
+            failed=failed,
+            bucket_bytes=bucket_bytes,
+        )
         device = next(iter(additions.values())).device
         chosen = lora.chosen(specs)
         self._index, self._count, self._merged, self._sent = index, num_senders, merged, sent
@@ -76,14 +83,11 @@ class AdapterSender:
             for piece in self._pieces
         ]
         self._proof = torch.zeros(num_senders, len(chosen), dtype=torch.int64, device=device)
-        self._first: WeightSender | None = WeightSender(
-            parameters=frozen, specs=frozen_specs(specs, lora, exact), **common
-        )
-        self._sender = WeightSender(
+        self._first: WeightSender | None = sender(parameters=frozen, specs=frozen_specs(specs, lora, exact))
+        self._sender = sender(
             parameters={**additions, PROOF: self._proof},
             specs=version_specs(specs, lora, num_senders),
             sent=self._tell,
-            **common,
         )
         self._first_bytes, self._norm = 0, 0.0
 
@@ -100,6 +104,7 @@ class AdapterSender:
         if self._first is not None:
             self._first.publish(version)
             self._first.close()
+            assert self._first.report is not None  # it has published
             self._first_bytes, self._first = self._first.report.sent_bytes, None
         self._prove()
         self._sender.publish(version)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -136,7 +137,7 @@ class DiskReceiver:
         size = path.stat().st_size
         received = Received(
             version=version,
-            tensors=self._loaded(tensors),
+            tensors=dict(self._loaded(tensors)),
             checksums=checksums,
             num_bytes=size,
             receive_s=time.perf_counter() - start,
@@ -158,9 +159,11 @@ class DiskReceiver:
 
 def _update_norm(tensors: Mapping[str, Tensor], old: Path) -> float:
     """L2 norm of their change since the file `old`; of themselves if there is none."""
-    before = safe_open(old, "pt") if old.exists() else None
+    before: Any = safe_open(old, "pt") if old.exists() else None  # safetensors has no types for what it reads
     squares = (
         squared_change(tensor, torch.zeros_like(tensor) if before is None else before.get_tensor(name))
         for name, tensor in tensors.items()
     )
-    return sum(map(float, squares)) ** 0.5
+    total: float = sum(map(float, squares))
+    norm: float = total**0.5
+    return norm

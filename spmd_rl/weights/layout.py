@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 BUCKET_BYTES = 32 << 20  # 16 to 64 MiB move as fast as one huge tensor; below 4 MiB each operation's cost shows
 ALIGN_BYTES = 256  # of every tensor, so that kernels may use wide loads; also the size of the version block
@@ -195,7 +195,7 @@ def local_rows(parameter: Tensor, piece: Piece, *, count: int) -> Tensor:
         return (
             parameter.detach()[piece.first_row : piece.first_row + piece.num_rows] if spec.shape else parameter.detach()
         )
-    sharded = [placement for placement in parameter.placements if placement.is_shard()]
+    sharded = [placement for placement in parameter.placements if isinstance(placement, Shard)]
     if any(placement.dim != 0 for placement in sharded) or len(sharded) > 1:
         raise RuntimeError(f"{spec.name} is sharded as {parameter.placements}; only chunks of rows can be sent")
     local = parameter.to_local().detach()

@@ -113,7 +113,7 @@ class WeightReceiver:
     def release(self, version: int) -> None:
         """The engine has swapped to `version`: the buffer of the version before, or `copied`, may be overwritten."""
         first = self._released is None
-        if not first and version != self._released + 1:
+        if self._released is not None and version != self._released + 1:
             raise RuntimeError(f"released version {version} after {self._released}")
         self._released = version
         if self._copied or not (first or self._in_place):
@@ -150,7 +150,8 @@ class WeightReceiver:
             for sender in others:
                 self._header(sender, END)
             return False
-        self._arrived = arrived = Future()
+        arrived: Future[Received] = Future()
+        self._arrived = arrived
         if self._in_place:
             self._deliver(version, partial(self._fetch_in_place, arrived))
         self._free.acquire()  # unblocked by `release`, in place by the fetch

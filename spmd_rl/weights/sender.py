@@ -203,4 +203,5 @@ class WeightSender:
         return float(torch.stack([squared_change(tensor, old[name]) for name, tensor in new.items()]).sum().sqrt())
 
     def _broadcast_bucket(self, bucket: int, data: Tensor) -> dist.Work:
-        return dist.broadcast(data, self._rank, group=self._payload_group, async_op=True)
+        work: dist.Work = dist.broadcast(data, self._rank, group=self._payload_group, async_op=True)
+        return work

@@ -47,7 +47,7 @@ def test_every_message_is_one_of_those_that_are_decoded() -> None:
     classes = {
         value for value in vars(messages).values() if isinstance(value, type) and value.__module__ == messages.__name__
     }
-    bases = {messages.Message, messages.OfVersion, messages.OfQuestion}
+    bases = {messages.Message, messages.Answer, messages.OfVersion, messages.OfQuestion}
     assert classes - bases == set(get_args(AnyMessage))
 
 

@@ -342,17 +342,18 @@ def test_the_lag_is_nothing_where_the_trainer_is_the_limit_and_about_s_where_gen
     """Versions that pass while the oldest group in flight runs, at S = 2; the pages say so."""
     settings = Settings(max_staleness=2, batch_size=64, group_size=8, max_concurrent=256)
     latencies = latency.stream(latency.parse(law), 0)
-    simulation = _Simulation(settings, latencies, trainer_seconds, 0.0, 0.0, 0.0, None, 0, None)
     lags = []
 
-    async def look() -> None:
+    async def look(simulation: _Simulation) -> None:
         while True:
             await asyncio.sleep(0.37)
             oldest = simulation.dispatcher.oldest_version
             lags.append(0 if oldest is None else simulation.policy.version - oldest)
 
     async def watched() -> None:
-        looking = asyncio.create_task(look())
+        loop = asyncio.get_running_loop()
+        simulation = _Simulation(loop, settings, latencies, trainer_seconds, 0.0, 0.0, 0.0, None, 0, None)
+        looking = asyncio.create_task(look(simulation))
         await simulation.run(60, None)
         looking.cancel()
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from spmd_rl import config as config_module
 from spmd_rl.commands.simulate import latency
 from spmd_rl.commands.simulate.simulation import Settings, SimResult, simulate
 
-COLUMNS = {  # heading -> value
+COLUMNS: dict[str, Callable[[SimResult], str]] = {  # by heading
     "bound": lambda r: "none" if r.age_bound is None else str(r.age_bound),
     "age mean": lambda r: f"{r.age_mean:.2f}",
     "p99": lambda r: str(r.age_p99),
@@ -29,7 +30,7 @@ COLUMNS = {  # heading -> value
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
 
 

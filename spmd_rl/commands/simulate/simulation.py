@@ -97,8 +97,14 @@ def simulate(
     on_batch: Callable[[Batch], None] | None = None,
 ) -> SimResult:
     """Run to the end on a clock of its own."""
-    simulation = _Simulation(settings, latencies, trainer_seconds, failing, filtered, lost, num_tasks, seed, on_batch)
-    return run_virtual(simulation.run(steps, until_s))
+
+    async def run() -> SimResult:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        parts = (latencies, trainer_seconds, failing, filtered, lost, num_tasks, seed, on_batch)
+        return await _Simulation(loop, settings, *parts).run(steps, until_s)
+
+    return run_virtual(run())
 
 
 class _Simulation:
@@ -106,6 +112,7 @@ class _Simulation:
 
     def __init__(
         self,
+        loop: VirtualLoop,
         settings: Settings,
         latencies: Iterator[float],
         trainer_seconds: float,
@@ -124,8 +131,8 @@ class _Simulation:
         self.waited_s = self.busy_s = 0.0
         self.place_s = self.empty_s = self.counted_to_s = 0.0  # places taken, and none at all, up to a time
         self.most_slots = 0
-        self.loop: VirtualLoop | None = None
-        self.timers: dict[int, list[asyncio.TimerHandle]] = {}  # by group_id, only where groups can be aborted
+        self.loop = loop
+        self.timers: dict[int, list[asyncio.TimerHandle | None]] = {}  # by group_id, only where groups can be aborted
         self.policy = Policy()
         self.ledger = Ledger()
         self.adaptive = (
@@ -166,10 +173,9 @@ class _Simulation:
             dispatcher=self.dispatcher, sink=self.sink, gate=self.gate, policy=self.policy, ledger=self.ledger
         )
         self.droppable = s.bound.cap is not None and s.over_age == "drop"
-        self.shipped: asyncio.Queue = asyncio.Queue()
+        self.shipped: asyncio.Queue[tuple[Batch, int] | None] = asyncio.Queue()
 
     async def run(self, steps: int | None, until_s: float | None) -> SimResult:
-        self.loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(part) for part in (self.dispatcher.run(), self.path.collect())]
             background.append(tasks.create_task(self.form()))
@@ -219,7 +225,7 @@ class _Simulation:
         now, call_at, draw = self.loop.time(), self.loop.call_at, self.latencies
         self.most_slots = max(self.most_slots, self.gate.running + self.gate.waiting)
         lost = self.lost and self.coin.random() < self.lost
-        timers = []
+        timers: list[asyncio.TimerHandle | None] = []
         for sample in range(work.size):
             latency = float(next(draw))
             failed = lost or (self.failing and self.coin.random() < self.failing)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import selectors
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
@@ -19,12 +20,13 @@ T = TypeVar("T")
 class VirtualLoop(asyncio.SelectorEventLoop):
     """`asyncio.Runner(loop_factory=VirtualLoop)`."""
 
+    _scheduled: list[asyncio.TimerHandle]  # of asyncio's own loop: a heap
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_Selector(self._jump))
         self._now = 0.0
         self._num_timers = 0
         self._settled: list[Callable[[], None]] = []
-        self._selector.select = self._jump
 
     def time(self) -> float:
         return self._now
@@ -42,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Call once nothing of this instant is left to run."""
         self._settled.append(callback)
 
-    def _jump(self, timeout: float | None = None) -> list:
+    def _jump(self, timeout: float | None) -> None:
         if timeout is None or timeout > 0:  # nothing is ready
             if self._settled:
                 callbacks, self._settled = self._settled, []
@@ -52,16 +54,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self._now = self._scheduled[0].when()
             else:
                 raise RuntimeError(f"virtual time stands still at {self._now} s: nothing is left that could happen")
-        return []  # no sockets: nothing to ask the operating system for
+
+
+class _Selector(selectors.DefaultSelector):
+    """Jumps where others wait: there are no sockets, so nothing to ask the operating system for."""
+
+    def __init__(self, jump: Callable[[float | None], None]) -> None:
+        super().__init__()
+        self._jump = jump
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._jump(timeout)
+        return []
 
 
 class _Timer(asyncio.TimerHandle):
     """Equal times in the order in which they were set."""
 
     __slots__ = ("order",)
+    order: int
+    _scheduled: bool  # of asyncio's own timer
 
-    def __lt__(self, other: _Timer) -> bool:
-        return self._when < other._when or (self._when == other._when and self.order < other.order)
+    def __lt__(self, other: asyncio.TimerHandle) -> bool:
+        if not isinstance(other, _Timer):
+            return NotImplemented
+        return (self.when(), self.order) < (other.when(), other.order)
 
 
 def run_virtual(main: Coroutine[object, object, T]) -> T:
