@@ -23,22 +23,20 @@
 # with a complete checkpoint if summary.json says "stopped"; if it says "failed" run.shutdown_s was not enough, or
 # something failed meanwhile, and the newest checkpoint is an older one.
 set -euo pipefail
-here=$PWD
-cd "$(dirname "$0")/.."
 [[ ${1:-} == *.toml && -n ${NNODES:-} && ${MASTER:-} == *:* ]] || {
     echo "usage: NNODES=N MASTER=host:port launch/multi_node.sh CONFIG.toml run.dir=DIR [section.key=value ...]" >&2
     exit 2
 }
 config=$1; shift
-. launch/ready.sh
-checked=$("$venv/bin/python" -m spmd_rl check "$config" "$@")
+. "$(dirname "$0")/ready.sh"
+checked=$("${bin}python" -m spmd_rl check "$config" "$@")
 if [[ $checked == *$'\ndir = ""\n'* ]]; then  # a start after a failure would not find what the one before left
     echo "error: run.dir is not set: give a folder that all nodes see" >&2
     exit 2
 fi
 # A node's own name may resolve to nothing, or to a loopback address that no other node reaches: gloo, NCCL and torchrun
 # (--local-addr, is_host) are told which address and interface to use, and look nothing up.
-reached=$("$venv/bin/python" launch/interface.py "${MASTER%:*}" ${IFACE:+"$IFACE"})
+reached=$("${bin}python" "$launch/interface.py" "${MASTER%:*}" ${IFACE:+"$IFACE"})
 read -r address iface is_host <<<"$reached"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$iface} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$iface}  # "=": exactly
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
@@ -54,7 +52,7 @@ trap stop TERM INT HUP  # TERM for all: a background child of a script ignores I
 for ((failures = 1; ; failures++)); do
     : >"$SPMD_RL_NOTES"
     # a session of its own: a signal to this script's process group must not reach torchrun twice
-    SPMD_RL_RESTARTS=$restarts setsid "$venv/bin/torchrun" --nnodes="$NNODES" --nproc-per-node="${NPROC:-8}" \
+    SPMD_RL_RESTARTS=$restarts setsid "${bin}torchrun" --nnodes="$NNODES" --nproc-per-node="${NPROC:-8}" \
         --rdzv-backend=c10d --rdzv-endpoint="$MASTER" --rdzv-id="${RUN_ID:-spmd_rl}" --local-addr="$address" \
         --rdzv-conf="is_host=$is_host,join_timeout=${JOIN_S:-600},read_timeout=${READ_S:-60}" \
         -m spmd_rl "$config" "$@" &

@@ -13,25 +13,31 @@ from pathlib import Path
 from typing import NoReturn
 
 from spmd_rl import config as config_module
+from spmd_rl.commands import shipped
 from spmd_rl.config.topology import check_world_size
 from spmd_rl.files import disk_space
 
 READ_S = 1.0  # in which the ranks of a node have read the config
 USAGE = """\
 usage: torchrun --nproc-per-node=N -m spmd_rl CONFIG.toml [section.key=value ...] [--resume[=auto|must|never]]
-       python -m spmd_rl check CONFIG.toml [section.key=value ...]
-       python -m spmd_rl simulate CONFIG.toml [section.key=value ...] [options]
-       python -m spmd_rl eval CONFIG.toml [--model DIR] [--out FILE.json] [section.key=value ...]
-       python -m spmd_rl export RUN_DIR [--step N] [--dtype bfloat16|float32 | --adapter] DIR
-       python -m spmd_rl replay RUN_DIR --step N
+       spmd_rl config [NAME]
+       spmd_rl check CONFIG.toml [section.key=value ...]
+       spmd_rl simulate CONFIG.toml [section.key=value ...] [options]
+       spmd_rl eval CONFIG.toml [--model DIR] [--out FILE.json] [section.key=value ...]
+       spmd_rl export RUN_DIR [--step N] [--dtype bfloat16|float32 | --adapter] DIR
+       spmd_rl replay RUN_DIR --step N
+       spmd_rl launch
 
 Asynchronous RL post-training: the ranks of one torchrun job split into inference and trainer ranks.
+`python -m spmd_rl` is the same command.
 
+  config    print a shipped config, or list them all
   check     read the config, print it resolved with the staleness bound that it gives, try the model small, and stop
   eval      the config's evaluation on a model folder, in this process alone
   export    a run's checkpoint, the newest or that of --step, as a Hugging Face folder; --adapter: LoRA's part for PEFT
   replay    compute the loss of a logged batch again, in one process, and compare it with the logged one
   simulate  drive the real gate, dispatcher and sinks on a virtual clock: ages, idle shares, throughput
+  launch    print the folder of the launch scripts: "$(spmd_rl launch)/cpu.sh" CONFIG.toml
 
 Settings, as section.key, with their defaults:
 """
@@ -39,7 +45,7 @@ Settings, as section.key, with their defaults:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{self.prog}: {message}; see python -m spmd_rl --help")
+        raise ValueError(f"{self.prog}: {message}; see spmd_rl --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,6 +128,20 @@ def _check(argv: Sequence[str]) -> int:
     return 0
 
 
+def _config(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="spmd_rl config", add_help=False, allow_abbrev=False)
+    parser.add_argument("name", nargs="?")
+    name = parser.parse_args(argv).name
+    print("\n".join(shipped.list_configs()) if name is None else shipped.read_config(name).rstrip("\n"))
+    return 0
+
+
+def _launch(argv: Sequence[str]) -> int:
+    _Parser(prog="spmd_rl launch", add_help=False, allow_abbrev=False).parse_args(argv)
+    print(shipped.folder("launch"))
+    return 0
+
+
 def _simulate(argv: Sequence[str]) -> int:
     from spmd_rl.commands.simulate import main as simulate
 
@@ -166,4 +186,12 @@ def _replay(argv: Sequence[str]) -> int:
     return replay(options.run_dir, options.step)
 
 
-COMMANDS = {"check": _check, "simulate": _simulate, "eval": _eval, "export": _export, "replay": _replay}
+COMMANDS = {
+    "config": _config,
+    "check": _check,
+    "simulate": _simulate,
+    "eval": _eval,
+    "export": _export,
+    "replay": _replay,
+    "launch": _launch,
+}

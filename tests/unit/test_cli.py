@@ -35,6 +35,7 @@ def test_help_imports_no_torch_and_lists_every_section() -> None:
         ((TINY, "staleness.max_stalness=1"), "did you mean 'max_staleness'"),
         ((TINY,), "torchrun --nproc-per-node=2"),
         (("nowhere.toml",), "nowhere.toml: no such file"),
+        (("config", "tiny_cp"), "did you mean 'tiny_cpu'"),
         (("simulat", TINY), "did you mean the command 'simulate'"),
         ((TINY, "--resum=never"), "--help"),
         (("check", TINY, "rollout.group_size=7"), "not a multiple"),
@@ -99,3 +100,12 @@ def test_the_first_rank_of_another_node_says_it_there_at_once() -> None:
     command = [sys.executable, "-m", "spmd_rl", "nowhere.toml"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=20)
     assert (done.returncode, done.stderr) == (2, "error on rank 8: nowhere.toml: no such file\n")
+
+
+def test_shipped_configs_are_listed_with_a_sentence_each_and_printed_as_they_are() -> None:
+    end, out, _ = _cli("config")
+    assert end == {"code": 0, "torch": False}
+    assert all(line.endswith(".") for line in out.splitlines()) and "\ntiny_cpu  " in out
+    end, out, _ = _cli("config", "tiny_cpu")
+    assert end == {"code": 0, "torch": False}
+    assert f"{out}\n" == Path(TINY).read_text()
