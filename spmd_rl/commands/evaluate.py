@@ -1,4 +1,4 @@
-"""`python -m spmd_rl eval CONFIG --model DIR`: the evaluation of a config on any model folder, in one process.
+"""`spmd_rl eval CONFIG --model DIR`: the evaluation of a config on any model folder, in one process.
 
 The environments, sampling, engine and report are those of a run's own evaluations; no torchrun, no trainer, an engine
 of one rank.  Uses a GPU where there is one.

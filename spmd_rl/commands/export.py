@@ -1,4 +1,4 @@
-"""`python -m spmd_rl export RUN_DIR [--step N] [--adapter] DIR`: a checkpoint's model as a Hugging Face folder.
+"""`spmd_rl export RUN_DIR [--step N] [--adapter] DIR`: a checkpoint's model as a Hugging Face folder.
 
 Reads the sharded checkpoint of any number of trainer ranks in one process on the CPU; configs, tokenizer and chat
 template come from the folder of the start that made it.  What LoRA trained is merged, or alone in the form of PEFT.

@@ -1,6 +1,6 @@
-"""What an environment judges replies with: text, numbers, mathematics, programs, a language model."""
+"""What an environment judges replies with: rules for text, numbers and mathematics, tests of code, a language model."""
 
-from spmd_rl.processes.sandbox import Sandbox
+from spmd_rl.processes.sandbox import Execution, Program, Sandbox
 from spmd_rl.processes.workers import TimedOut, WorkerDied, Workers
 from spmd_rl.rewards.llm_judge import Judge, JudgeFailed, grade
 from spmd_rl.rewards.math_expression import math_equals
@@ -21,8 +21,10 @@ from spmd_rl.rewards.text import (
 )
 
 __all__ = [
+    "Execution",
     "Judge",
     "JudgeFailed",
+    "Program",
     "Sandbox",
     "TimedOut",
     "WorkerDied",

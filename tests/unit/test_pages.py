@@ -5,16 +5,17 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from spmd_rl import config
+from spmd_rl import config, envs, rewards
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "pages"))
 
 
-@pytest.mark.parametrize("page", ["layout", "settings", "models"])
+@pytest.mark.parametrize("page", ["layout", "settings", "models", "api"])
 def test_a_page_tells_what_the_code_says_now(page: str) -> None:
     assert (ROOT / "docs" / f"{page}.md").read_text() == SCRIPT[page](), "run scripts/pages"
 
@@ -22,11 +23,28 @@ def test_a_page_tells_what_the_code_says_now(page: str) -> None:
 def test_a_python_without_packages_is_enough(tmp_path: Path) -> None:
     for name in ("scripts", "spmd_rl"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    (tmp_path / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "models.json", tmp_path / "docs")
+    for name in ("docs/models.json", "tests/floors.py"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
     subprocess.run([sys.executable, "-I", "-S", tmp_path / "scripts" / "pages"], check=True)
-    for page in ("layout", "settings", "models"):
+    for page in ("layout", "settings", "models", "api"):
         assert (tmp_path / "docs" / f"{page}.md").read_text() == (ROOT / "docs" / f"{page}.md").read_text()
+
+
+@pytest.mark.parametrize("package", [envs, rewards])
+def test_the_page_of_what_users_import_has_every_public_name(package: ModuleType) -> None:
+    _, _, rest = (ROOT / "docs" / "api.md").read_text().partition(f"\n## {package.__name__}\n")
+    assert set(re.findall(r"^### (\w+)$", rest.partition("\n## ")[0], re.M)) == set(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_examples_in_the_docs_import_nothing_but_public_names() -> None:
+    blocks = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
+    imports = re.findall(r"^(?:from|import) (spmd_rl\S*)(?: import (.*))?$", "\n".join(blocks), re.M)
+    assert imports
+    for module, names in imports:
+        public = {"spmd_rl.envs": envs, "spmd_rl.rewards": rewards}[module].__all__
+        assert set(names.split(", ")) <= set(public)
 
 
 def test_the_licence_that_the_package_names_comes_with_it() -> None:

@@ -1,4 +1,4 @@
-"""`python -m spmd_rl simulate CONFIG.toml [section.key=value …] [options]`: ages and throughput before renting a GPU.
+"""`spmd_rl simulate CONFIG.toml [section.key=value …] [options]`: ages and throughput before renting a GPU.
 
 Reads the config, runs the simulation once per value of the sweep, and prints a table or JSON; a sweep also draws a PNG.
 """
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0; ValueError for what the user wrote."""
-    parser = _Parser(prog="python -m spmd_rl simulate", description=__doc__.splitlines()[0])
+    parser = _Parser(prog="spmd_rl simulate", description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--latency", default="uniform:1,6", help="of an episode, seconds: see simulate/latency.py")
