@@ -83,6 +83,7 @@ class Player:
 
 
 async def train(config: Config, engine: Engine, trainer: Trainer, tokenizer: Tokenizer) -> None:
+    """Take run.steps turns; end early where no task is left, or all are solved."""
     size, batch_size = config.rollout.group_size, config.rollout.batch_size
     player, sink = Player(config, engine, tokenizer), make_sink(config)
     tasks, groups = make_tasks(config, tokenizer).train, itertools.count()
@@ -100,15 +101,18 @@ async def train(config: Config, engine: Engine, trainer: Trainer, tokenizer: Tok
             for group in await player.play(works):
                 sink.add(group)  # rewards to advantages; a group of equal rewards may be given up here
             if not works or not sink.still_teaches():
-                return  # no task is left, or all are solved
+                return
         # One optimizer step for each minibatch: this version becomes the next.
-        usable, group_ids = [sink.usable(r) for r in batch.rollouts], np.array([r.group_id for r in batch.rollouts])
+        rollouts = batch.rollouts
+        usable, group_ids = np.array([sink.usable(r) for r in rollouts]), np.array([r.group_id for r in rollouts])
         cut = packing.minibatches(group_ids, config.trainer.num_minibatches, whole_groups=config.trainer.share_prefix)
-        packed = packing.pack(batch.rollouts, batch.advantages, usable, cut)
-        metrics = trainer.step(packing.by_segment(packed), version)
+        packed = packing.by_segment(packing.pack(rollouts, batch.advantages, usable, cut))
+        loss = trainer.step(packed, version)["loss"]
         load_weights(engine, trainer, version + 1, config)
-        reward = np.mean([rollout.reward for rollout in batch.rollouts])
-        print(f"step {version + 1}  reward {reward:.3f}  loss {metrics['loss']:+.5f}", flush=True)
+        print(
+            f"step {version + 1}  reward {sum(r.reward for r in rollouts) / batch_size:.3f}  loss {loss:+.5f}",
+            flush=True,
+        )
 
 
 def make_sink(config: Config) -> TrainSink:
@@ -139,9 +143,8 @@ def main(config: Config, out: Path) -> None:
     if not source.is_dir():
         pkgutil.resolve_name(config.model.make)(source)
     tokenizer, trainer = Tokenizer(source, config.model.template), make_trainer(config, device=DEVICE)
-    decode = partial(tokenizer.decode, special=True)
     with alone() as group:
-        engine, _ = build_engine(config, device=DEVICE, group=group, decode=decode)
+        engine, _ = build_engine(config, device=DEVICE, group=group, decode=partial(tokenizer.decode, special=True))
         asyncio.run(train(config, engine, trainer, tokenizer))
     trainer.export(out, source)
 
