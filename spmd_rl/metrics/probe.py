@@ -84,6 +84,11 @@ class Scored:
     plain: np.ndarray  # the same at temperature 1
     choices: np.ndarray = field(default_factory=_unknown)  # as an engine's, alone; -1 for last tokens
 
+    def last(self, num: int) -> Scored:
+        """Of the last tokens alone."""
+        names = ("packed", "alone", "plain", "choices")
+        return Scored(**{name: getattr(self, name)[-num:] for name in names})
+
 
 def ends_of(packed: Packed) -> list[Rollout]:
     """The shortest and the longest sequence."""

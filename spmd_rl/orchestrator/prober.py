@@ -121,7 +121,7 @@ class Prober:
         answers = await self._answers.all(ProbeScored, number, self._trainers)
         num = len(sampled.packed.token_ids)  # the last: before them is what stood beside
         own = [
-            Scored(packed=one.packed[-num:], alone=one.alone[-num:], plain=one.plain[-num:], choices=one.choices[-num:])
+            Scored(packed=one.packed, alone=one.alone, plain=one.plain, choices=one.choices).last(num)
             for one in answers
         ]
         values = compare(sampled, own, version=version, limits=self._limits, recomputes=self._recomputes)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from spmd_rl.packing.messages import CheckpointWritten
 from spmd_rl.ranks.trainer_rank import TrainerRank
 from spmd_rl.storage import checkpoint
 from spmd_rl.types import Rollout
@@ -237,11 +238,11 @@ def test_without_the_trainers_half_nothing_is_made_complete(tmp_path):
 
 def test_a_save_that_failed_is_told_as_a_failure_and_never_as_saved(tmp_path):
     failures, sent, saving = [], [], Future()
-    live, outbox = SimpleNamespace(failed=failures.append), SimpleNamespace(put=sent.append)
+    live = SimpleNamespace(failed=failures.append)
     run_dir, error = SimpleNamespace(checkpoints=tmp_path), OSError("the cable is out")
-    rank = SimpleNamespace(_live=live, _outbox=outbox, _written=threading.Event(), _run_dir=run_dir)
+    rank = SimpleNamespace(_live=live, _send=sent.append, _written=threading.Event(), _run_dir=run_dir)
     saving.set_exception(error)
-    TrainerRank._tell_saved(rank, {"version": 2, "final": False}, tmp_path, saving)
+    TrainerRank._tell_saved(rank, CheckpointWritten, 2, tmp_path, saving)
     assert (failures, sent, rank._written.is_set()) == ([error], [], False)
 
 

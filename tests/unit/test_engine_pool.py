@@ -11,6 +11,7 @@ from spmd_rl.engine.native import NativeEngine
 from spmd_rl.metrics.engine_rates import EngineFigures
 from spmd_rl.model.causal_lm import build
 from spmd_rl.orchestrator.engine_pool import EnginePool
+from spmd_rl.packing.messages import CancelGroup, StartGroup
 from spmd_rl.types import GroupWork, Rollout, Sampling, Task
 
 SIZE = 4  # members of a group
@@ -27,11 +28,15 @@ def member_of(number: int, purpose: str = "train") -> Rollout:
 
 def test_a_group_goes_whole_to_the_engine_with_the_fewest_in_flight():
     started, cancelled = [], []
-    pool = EnginePool(
-        engines=(0, 2),
-        work=lambda rank, work: started.append((rank, work.purpose, work.group_id)),
-        cancel=lambda rank, work: cancelled.append((rank, work.group_id)),
-    )
+
+    def send(rank, message):
+        match message:
+            case StartGroup(work=work):
+                started.append((rank, work.purpose, work.group_id))
+            case CancelGroup(first_ticket=first, size=size, purpose=purpose):
+                cancelled.append((rank, purpose, first, size))
+
+    pool = EnginePool(engines=(0, 2), send=send)
     for number in range(3):
         pool.submit(group(number))
     assert started == [(0, "train", 0), (2, "train", 1), (0, "train", 2)]
@@ -42,7 +47,7 @@ def test_a_group_goes_whole_to_the_engine_with_the_fewest_in_flight():
     pool.cancel(group(1))
     pool.cancel(group(1, "eval"))
     assert started[-1] == (0, "eval", 1)
-    assert cancelled == [(2, 1), (0, 1)]
+    assert cancelled == [(2, "train", SIZE, SIZE), (0, "eval", SIZE, SIZE)]
     assert pool.in_flight == {0: SIZE, 2: SIZE}
     assert pool.ended_by == {0: 2 * SIZE, 2: 0}
 
@@ -62,11 +67,11 @@ def test_an_engine_that_takes_four_times_as_long_for_a_step_gets_a_fifth(folder)
         engines[rank] = NativeEngine(model=model, device=torch.device("cpu"), max_slots=64, max_seq_len=64)
         engines[rank].load_weights(weights, 0)
 
-    def start(rank: int, work: GroupWork) -> None:
-        for ticket in work.tickets:
+    def send(rank: int, message: StartGroup) -> None:
+        for ticket in message.work.tickets:
             engines[rank].submit(ticket, np.arange(3, 9), Sampling(max_tokens=1 + ticket * 7 % 12, seed=ticket))
 
-    pool = EnginePool(engines=(0, 1), work=start, cancel=lambda rank, work: None)
+    pool = EnginePool(engines=(0, 1), send=send)
     made: dict[int, set[int]] = {}  # engines that had a hand in a group
     num_groups, num_ended = 0, 0
     while num_ended < 500:

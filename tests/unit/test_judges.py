@@ -1274,7 +1274,7 @@ def test_what_takes_for_ever_is_killed_and_named():
     async def main():
         workers = Workers(num=2, timeout_s=2.0)
         try:
-            with pytest.raises(TimedOut, match=r"spmd_rl\.rewards:matches did not end within 2 s"):
+            with pytest.raises(TimedOut, match=r"spmd_rl\.rewards\.text:matches did not end within 2 s"):
                 await workers.call(matches, "word " * 40, r"(\S+\s*)+\.")
             return await asyncio.gather(
                 workers.call(math_equals, "$9^{9^{9^9}}$", "2"), workers.call(matches, "a", "a"), return_exceptions=True

@@ -24,6 +24,7 @@ from spmd_rl.packing.messages import (
     Counters,
     FinishTraining,
     LoadFromDisk,
+    MayLoad,
     PinVersion,
     ProbeSampled,
     ProbeScored,
@@ -153,7 +154,7 @@ class Ranks:
         match message:
             case StartGroup(work=work):
                 self._work(work)
-            case CancelGroup():
+            case CancelGroup() | MayLoad():
                 pass
             case AskCounters(number=number):
                 self._soon(self._count, number)

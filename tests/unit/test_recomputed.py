@@ -8,7 +8,6 @@ import json
 import random
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 from spmd_rl import config as config_module
 from spmd_rl.metrics.report import trainer_metrics
 from spmd_rl.packing import packing
+from spmd_rl.packing.messages import CheckpointWritten, StepDone
 from spmd_rl.ranks.build_trainer import make_trainer
 from spmd_rl.types import Finish, Rollout
 from tests.recomputed import differences
@@ -71,10 +71,10 @@ class Varied(Ranks):
         self.config = config_module.from_tree(settings | sections)
         self.run_dir.config.write_text(config_module.dump(self.config))
         self.trainer = make_trainer(self.config, device=CPU)
-        self.orchestrator._links = replace(self.orchestrator._links, batch=self.ship)
+        self.orchestrator.stepping._send_batch = self.ship
         self.coin = random.Random(0)
 
-    def _work(self, rank, work) -> None:
+    def _work(self, work) -> None:
         self._wait(self.coin.randrange(300), self._end, work)
 
     def _wait(self, turns: int, call, *args) -> None:
@@ -84,7 +84,7 @@ class Varied(Ranks):
         for sample in range(work.size):
             rollout = episode(work, sample, self.version)
             self._tokens += rollout.num_sampled + rollout.num_wasted_tokens
-            self.orchestrator.rollout_ended(rollout)
+            self.finished(rollout)
 
     def ship(self, index: int, packed: packing.Packed, save: bool) -> None:
         self._wait(150, self.train, index, packed, save)
@@ -93,11 +93,12 @@ class Varied(Ranks):
         stepped = self.trainer.step(packing.by_segment(packed), index)
         times = {"wait_s": 0.5 + index, "step_s": 2.0 + index, "hold_s": 0.25}
         metrics = {f"trainer/{name}": value for name, value in (stepped | times).items()}
-        self.orchestrator.stepped(TRAINER, index + 1, metrics)
+        self.orchestrator.handle(TRAINER, StepDone(version=index + 1, metrics=metrics))
         self.version = index + 1
         self._publish()
         if save:
-            self.orchestrator.saved(TRAINER, index + 1, {"__0_0.distcp": [1, index + 1]}, final=False)
+            written = CheckpointWritten(version=index + 1, files={"__0_0.distcp": [1, index + 1]})
+            self.orchestrator.handle(TRAINER, written)
 
     def play(self) -> list[dict]:
         """The run; its lines of metrics."""

@@ -30,11 +30,11 @@ class SlowRanks(Ranks):
         line = self.values["interval", version]
         return {name: line[name] for name in ("lag", "step_age_s", "swap_age_s")}
 
-    def _work(self, rank, work) -> None:
+    def _work(self, work) -> None:
         if self.holds and work.group_id > 1:
             self.held_works.append(work)
         else:
-            super()._work(rank, work)
+            super()._work(work)
 
     def _train(self, version, save) -> None:
         self.now += 2.0
