@@ -37,7 +37,7 @@ from spmd_rl.weights.wire import Deliver, Failed
 
 
 def build_engine(
-    config: Config, *, device: torch.device, group: ProcessGroup, decode: Decode
+    config: Config, *, device: torch.device, group: ProcessGroup | None, decode: Decode
 ) -> tuple[Engine, list[TensorSpec]]:
     """This rank's part of the engine of `group`, without weights, and what an update consists of.
 
@@ -63,6 +63,7 @@ def build_engine(
 
     from spmd_rl.engine.vllm import VllmEngine
 
+    assert group is not None  # of all its ranks
     engine = VllmEngine(
         folder=config.model.path,
         config=model.config,

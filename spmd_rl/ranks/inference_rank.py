@@ -82,7 +82,6 @@ class InferenceRank:
         self._may_swap = threading.Semaphore(0)
         self.stopped = asyncio.Event()
         tokenizer = Tokenizer(config.model.path, config.model.template)
-        assert world.engine_group is not None
         engine, specs = build_engine(
             config, device=world.device, group=world.engine_group, decode=partial(tokenizer.decode, special=True)
         )

@@ -33,6 +33,6 @@ def test_mypy_is_silenced_only_with_a_reason() -> None:
 
 def test_mypy_leaves_no_module_out() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    assert settings["strict"] and settings["files"] == ["spmd_rl"] and "exclude" not in settings
+    assert settings["strict"] and settings["files"] == ["spmd_rl", "examples"] and "exclude" not in settings
     for override in settings["overrides"]:
         assert not any(module.startswith("spmd_rl") for module in override["module"])
