@@ -218,16 +218,65 @@ def join(
     restarts = max(place.restarts for place in places)
     generation += restarts
 
+    groups = _make_groups(topology, rank, device, places)
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        role=topology.role(rank),
+        inference_ranks=topology.inference_ranks,
+        trainer_ranks=topology.trainer_ranks,
+        engine_ranks=topology.engine_ranks,
+        sender_ranks=topology.sender_ranks,
+        topology=topology,
+        device=device,
+        places=places,
+        generation=generation,
+        restarted=meeting.restarted or restarts > 0,
+        job=meeting.job,
+        store=store,
+        ctl=groups.ctl,
+        bar=groups.bar,
+        ckpt=groups.ckpt,
+        train=groups.train,
+        mesh=groups.mesh,
+        context=groups.context,
+        wts_meta=groups.wts_meta,
+        wts=groups.wts,
+        engine_group=groups.engine_group,
+        backends=groups.backends,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Groups:
+    """The process groups of a rank, as in World."""
+
+    ctl: ProcessGroup
+    bar: ProcessGroup
+    ckpt: ProcessGroup | None
+    train: ProcessGroup | None
+    mesh: DeviceMesh | None
+    context: ProcessGroup | None
+    wts_meta: dict[int, ProcessGroup]
+    wts: dict[int, ProcessGroup]
+    engine_group: ProcessGroup | None
+    backends: dict[str, str]
+
+
+def _make_groups(topology: Topology, rank: int, device: torch.device, places: tuple[Place, ...]) -> _Groups:
+    """All groups, in the same order on every rank."""
+
     def group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> ProcessGroup | None:
         made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         return made if rank in ranks else None
 
-    everyone = tuple(range(world_size))
+    everyone = tuple(range(topology.world_size))
     trainers, senders, engines = topology.trainer_ranks, topology.sender_ranks, topology.engine_ranks
     backends = {
         "train": _backend(places, [trainers]),
         # ranks of one engine have collectives of their own all the time: two NCCL communicators must not interleave
-        "weights": _backend(places, [(s, *engines) for s in senders]) if engine_ranks_each == 1 else "gloo",
+        "weights": _backend(places, [(s, *engines) for s in senders]) if topology.engine_ranks_each == 1 else "gloo",
         "engine": "cpu:gloo,cuda:nccl" if _backend(places, topology.engines) == "nccl" else "gloo",
     }
     ctl = group(everyone, "gloo", _IDLE)
@@ -236,7 +285,7 @@ def join(
     wts_meta = {sender: group((sender, *engines), "gloo", _IDLE) for sender in senders}
     wts = {sender: group((sender, *engines), backends["weights"], _IDLE) for sender in senders}
     ranks = torch.tensor(topology.mesh, dtype=torch.int)  # [dp_replicate, dp_shard, tp]
-    axes = ("dp_replicate", "dp_shard", "tp") if tensor_parallel > 1 else ("dp_replicate", "dp_shard")
+    axes = ("dp_replicate", "dp_shard", "tp") if topology.tensor_parallel > 1 else ("dp_replicate", "dp_shard")
 
     def along(axis: int) -> ProcessGroup | None:
         """This rank's group of those that differ in one index only."""
@@ -245,7 +294,7 @@ def join(
         return next((line for line in made if line is not None), None)
 
     mesh_groups = [along(axis) for axis in range(len(axes))]
-    only_shards = dp_replicate == tensor_parallel == 1
+    only_shards = topology.dp_replicate == topology.tensor_parallel == 1
     train = mesh_groups[1] if only_shards else group(trainers, backends["train"], _COLLECTIVE)
     contexts = [
         group(members, backends["train"], _COLLECTIVE) for members in topology.context_groups if len(members) > 1
@@ -260,22 +309,7 @@ def join(
             mesh_dim_names=axes,
         )
     assert ctl is not None and bar is not None
-    return World(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        role=topology.role(rank),
-        inference_ranks=topology.inference_ranks,
-        trainer_ranks=trainers,
-        engine_ranks=engines,
-        sender_ranks=senders,
-        topology=topology,
-        device=device,
-        places=places,
-        generation=generation,
-        restarted=meeting.restarted or restarts > 0,
-        job=meeting.job,
-        store=store,
+    return _Groups(
         ctl=ctl,
         bar=bar,
         ckpt=ckpt,

@@ -78,6 +78,11 @@ class Ranks:
     senders: tuple[int, ...]  # trainers that send weights
 
 
+def unwatched(path: Path) -> AbstractContextManager[None]:
+    """Nobody looks whether what is written there grows."""
+    return nullcontext()
+
+
 class Orchestrator:
     """Build, `restore` if resuming, `await run()`."""
 
@@ -97,9 +102,7 @@ class Orchestrator:
         report: Report,
         decode: Callable[[np.ndarray], str],
         complete_checkpoint: Complete,  # in a worker thread
-        writing: Callable[[Path], AbstractContextManager[None]] = lambda path: (
-            nullcontext()
-        ),  # while a thread writes there
+        writing: Callable[[Path], AbstractContextManager[None]] = unwatched,  # while a thread writes there
         recorded: Callable[[], None] = lambda: None,  # called once a step is
         version: int = 0,  # that the trainers start with
         limits: Limits = Limits(),  # of what engines and trainers compute differently  # noqa: B008 (it is frozen)
@@ -115,32 +118,7 @@ class Orchestrator:
         self._failure_log = FailureLog(run_dir.failures)
         self._build_path(send, ranks, clock)
         self._build_sync(send, ranks, layout, eval_tasks, limits, clock)
-        self.checkpoints = Checkpoints(
-            trainers=ranks.trainers,
-            send=send,
-            answers=self.answers,
-            background=self._background,
-            policy=self.policy,
-            recorded=self._recorded,
-            snapshot=self.snapshot,
-            complete=complete_checkpoint,
-        )
-        self.evaluations = Evaluations(
-            runner=self.evals,
-            pin=self.pin if config.eval.pin else None,
-            policy=self.policy,
-            ending=self.ending,
-            background=self._background,
-            last_version=lambda: self.stepping.last_version,
-            every=config.eval.every,
-            concurrent_alone=config.staleness.max_concurrent,
-            concurrent_beside=config.eval_concurrent,
-            run_dir=run_dir,
-            decode=decode,
-            recorder=recorder,
-            report=report,
-            writing=writing,
-        )
+        self._build_keeping(send, ranks, run_dir, complete_checkpoint, decode, writing)
         self.stepping = Stepping(
             config=config,
             policy=self.policy,
@@ -265,6 +243,44 @@ class Orchestrator:
             ended_by=self.pool.ended_by.__getitem__,
             figures=self._report.engines,
             clock=clock,
+        )
+
+    def _build_keeping(
+        self,
+        send: Callable[[int, Message], None],
+        ranks: Ranks,
+        run_dir: RunDir,
+        complete_checkpoint: Complete,
+        decode: Callable[[np.ndarray], str],
+        writing: Callable[[Path], AbstractContextManager[None]],
+    ) -> None:
+        """What is kept of the run beside its steps: checkpoints and evaluations."""
+        config = self._config
+        self.checkpoints = Checkpoints(
+            trainers=ranks.trainers,
+            send=send,
+            answers=self.answers,
+            background=self._background,
+            policy=self.policy,
+            recorded=self._recorded,
+            snapshot=self.snapshot,
+            complete=complete_checkpoint,
+        )
+        self.evaluations = Evaluations(
+            runner=self.evals,
+            pin=self.pin if config.eval.pin else None,
+            policy=self.policy,
+            ending=self.ending,
+            background=self._background,
+            last_version=lambda: self.stepping.last_version,
+            every=config.eval.every,
+            concurrent_alone=config.staleness.max_concurrent,
+            concurrent_beside=config.eval_concurrent,
+            run_dir=run_dir,
+            decode=decode,
+            recorder=self._recorder,
+            report=self._report,
+            writing=writing,
         )
 
     # ---- from outside
