@@ -7,7 +7,8 @@ The function lives at the top of a module, for it is sent by name.  What it retu
 The first rank that fails ends all ranks, and its traceback is the error; a rank that is still at work after
 `timeout_s` reports the stacks of all its threads.  Ranks end by `os._exit`, since threads blocked in gloo make the
 interpreter's own end abort.  The store is kept by the calling process, as torchrun's agent does, and outlives a rank.
-Processes come from one fork server that has imported torch: its first start takes seconds, a test after it little.
+Processes come from one fork server that has imported torch and the package: its first start takes seconds, a test
+after it little.
 """
 
 from __future__ import annotations
@@ -23,17 +24,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = [
-    "numpy",
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.checkpoint",
-    "tests.ranks",
-]
+from tests.forks import PRELOADED
+
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 _LOCALHOST = "127.0.0.1"
+SETTLE_S = 0.5  # the end of a dead rank may be heard after that of one which had waited for it
 
 
 class RankFailed(AssertionError):
@@ -160,7 +155,7 @@ def _run(
 
     os.environ |= {name: value for name, value in _ENVIRONMENT.items() if name.startswith("OMP")}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([*PRELOADED, "tests.ranks"])
     store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
     ranks, answers = [], []
     for rank in range(num_ranks):
@@ -191,17 +186,19 @@ def _collect(name: str, ranks: list[Any], answers: list[Connection], deadline: f
         if not wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
             raise RankFailed(f"{name}: ranks {sorted(set(range(len(ranks))) - set(values))} gave no answer in time")
         failures = []  # a cause is in its pipe before its consequences are in theirs: look at all, report the first
-        for answer in wait(waiting, timeout=0.0):
-            rank = answers.index(answer)
-            try:
-                ok, at, value = answer.recv()
-            except EOFError:
-                ranks[rank].join()
-                ok, at, value = False, 0.0, f"died with exit code {ranks[rank].exitcode}"
-            if ok:
-                values[rank] = value
-            else:
-                failures.append((at, f"{name}: rank {rank} {value}"))
+        while ready := wait(waiting, timeout=SETTLE_S if failures else 0.0):
+            for answer in ready:
+                waiting.remove(answer)
+                rank = answers.index(answer)
+                try:
+                    ok, at, value = answer.recv()
+                except EOFError:
+                    ranks[rank].join()
+                    ok, at, value = False, 0.0, f"died with exit code {ranks[rank].exitcode}"
+                if ok:
+                    values[rank] = value
+                else:
+                    failures.append((at, f"{name}: rank {rank} {value}"))
         if failures:
             raise RankFailed(min(failures)[1])
     return [values[rank] for rank in range(len(ranks))]

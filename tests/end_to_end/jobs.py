@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -55,16 +58,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **quiet}
 
 
-def run(config: str, folder: Path, *settings: str, num_ranks: int = 2, launcher: tuple[str, ...] = ()) -> Job:
-    """Run a job to its end."""
-    done = subprocess.run(
-        command(config, folder, *settings, num_ranks=num_ranks, launcher=launcher),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    return Job(done.returncode, done.stdout, folder)
+def run(
+    config: str,
+    folder: Path,
+    *settings: str,
+    num_ranks: int = 2,
+    launcher: tuple[str, ...] = (),
+    start: Callable[..., subprocess.Popen] = forks.job,
+) -> Job:
+    """Run a job to its end; `start`: `subprocess.Popen` for what tests the start itself."""
+    words = command(config, folder, *settings, num_ranks=num_ranks, launcher=launcher)
+    with start(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as job:
+        try:
+            output, _ = job.communicate(timeout=LIMIT_S)
+        except BaseException:
+            job.kill()
+            raise
+    return Job(job.returncode, output, folder)

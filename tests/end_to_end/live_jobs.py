@@ -15,11 +15,13 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests import forks
 from tests.end_to_end.jobs import ROOT, command, environment
 from tests.ledgers import closed
 from tests.recomputed import differences
@@ -40,8 +42,9 @@ class LiveJob:
         module: str = "spmd_rl",
         script: tuple[str, ...] = (),
         cwd: Path = ROOT,
+        start: Callable[..., subprocess.Popen] = forks.job,
     ) -> None:
-        """`script` starts torchrun by itself; without one it is started here."""
+        """`script` starts torchrun by itself; without one it is started here, with its imports made or by `start`."""
         launcher = (f"--max-restarts={max_restarts}", "--monitor-interval=0.1")
         settings = (f"model.path={ROOT}/models/tiny", "run.metrics_interval_s=0.5", *settings)
         argv = command("tiny_cpu.toml", run_dir, *settings, num_ranks=ranks, launcher=launcher, module=module)
@@ -50,7 +53,7 @@ class LiveJob:
         self.lines: list[str] = []
         self._mark = f"{MARK}={run_dir}"
         self._changed = threading.Condition()
-        self._process = subprocess.Popen(
+        self._process = (subprocess.Popen if script else start)(
             argv,
             cwd=cwd,
             env={**environment(), MARK: str(run_dir)},

@@ -39,7 +39,7 @@ def test_a_killed_rank_comes_back_and_the_run_reaches_its_target(tmp_path, rank)
 
 def test_a_run_that_named_its_folder_itself_goes_on_in_it(tmp_path):
     settings = ["run.dir=", "run.steps=10", "checkpoint.every=2", "eval.every=-1"]
-    with LiveJob(tmp_path, *settings, max_restarts=1, cwd=tmp_path) as job:
+    with LiveJob(tmp_path, *settings, max_restarts=1, cwd=tmp_path, start=subprocess.Popen) as job:
         job.wait_for(r"step +4/")
         job.send(signal.SIGKILL, rank=1)
         assert job.wait() == 0, job.output

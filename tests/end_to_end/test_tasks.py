@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from spmd_rl.packing import packing
 from spmd_rl.storage import batch_log
 from spmd_rl.types import Rollout
+from tests import forks
 from tests.end_to_end.jobs import ROOT, Job, environment, run
 from tests.recomputed import differences
 
@@ -142,8 +142,10 @@ def test_a_pinned_evaluation_is_of_one_version(misbehaving):
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "spmd_rl", *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    words, pipe = ["spmd_rl", *map(str, arguments)], subprocess.PIPE
+    with forks.Popen(words, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        output, errors = process.communicate()
+    return subprocess.CompletedProcess(words, process.returncode, output, errors)
 
 
 @pytest.mark.full

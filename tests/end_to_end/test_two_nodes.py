@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmd_rl.demo import tiny_model
+from tests import forks
 from tests.end_to_end.jobs import CONFIGS, LIMIT_S, ROOT, environment
 
 pytestmark = pytest.mark.full
@@ -26,6 +27,7 @@ def both(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    start = subprocess.Popen if "PYTHONPATH" in variables else forks.job  # which has this checkout's code
     jobs = []
     for node in range(2):
         launch = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", "--max-restarts=1"]
@@ -33,7 +35,7 @@ def both(
         words += [f"model.path={tmp_path / f'model{node}'}", QUESTIONS.format(tmp_path / f"rows{node}.jsonl")]
         launch += ["--master-addr=127.0.0.1", f"--master-port={port}", "-m", "spmd_rl"]
         jobs.append(
-            subprocess.Popen(
+            start(
                 [sys.executable, "-m", "torch.distributed.run", *launch, *words, *(there if node == 1 else ())],
                 cwd=tmp_path,  # where no spmd_rl lies that would be imported first
                 env=environment() | (variables if node == 1 else {}),

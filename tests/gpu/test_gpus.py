@@ -1,5 +1,6 @@
 """On GPUs: what the other tests do on the CPU and over gloo, here on one device and over NCCL."""
 
+import subprocess
 from statistics import median
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_the_native_engine_equals_a_plain_forward_of_the_version_that_it_names(t
 
 @pytest.mark.parametrize("num_gpus", [on(1, 1)])
 def test_a_run_on_one_gpu_learns(tmp_path, num_gpus):
-    job = run("tiny_cpu.toml", tmp_path / "run")
+    job = run("tiny_cpu.toml", tmp_path / "run", start=subprocess.Popen)
     assert job.code == 0, job.output
     assert job.summary["reward_first"] < 0.2 and job.summary["reward_last"] > 0.7
     assert job.summary["age_max"] <= job.summary["age_bound"]
@@ -77,7 +78,15 @@ def test_a_run_takes_nccl_where_every_rank_has_a_gpu(tmp_path, side, backend):
     if side == 1 and backend != "nccl" and GPUS > 1:
         pytest.skip("with one GPU only do two ranks share it")
     topology = [f"topology.inference={side}", f"topology.trainer={side}"]
-    job = run("tiny_cpu.toml", tmp_path / "run", *topology, "run.steps=4", "eval.every=-1", num_ranks=2 * side)
+    job = run(
+        "tiny_cpu.toml",
+        tmp_path / "run",
+        *topology,
+        "run.steps=4",
+        "eval.every=-1",
+        num_ranks=2 * side,
+        start=subprocess.Popen,
+    )
     assert job.code == 0, job.output
     assert f"weights {backend}" in job.output
     assert job.summary["version"] == 4 and job.summary["probe_kl_max"] < 1e-2  # bfloat16 on both sides
@@ -88,7 +97,7 @@ def test_a_run_takes_nccl_where_every_rank_has_a_gpu(tmp_path, side, backend):
 def test_a_run_with_shards_in_host_memory_sends_and_exports_them(tmp_path, side, mode):
     topology = [f"topology.inference={side}", f"topology.trainer={side}"]
     settings = ["trainer.cpu_offload=true", f"weights.mode={mode}", "run.steps=2", "eval.every=-1"]
-    job = run("tiny_cpu.toml", tmp_path / "run", *topology, *settings, num_ranks=2 * side)
+    job = run("tiny_cpu.toml", tmp_path / "run", *topology, *settings, num_ranks=2 * side, start=subprocess.Popen)
     assert job.code == 0, job.output
     assert job.summary["version"] == 2 and (tmp_path / "run" / "model" / "model.safetensors").exists()
 

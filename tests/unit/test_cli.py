@@ -74,7 +74,7 @@ def test_check_prints_the_bound_and_a_config_that_reads_back() -> None:
     ],
 )
 def test_resume_may_stand_anywhere(args: tuple[str, ...], resume: str) -> None:
-    end, out, _ = _cli("check", *args)
+    end, out, _ = _cli("check", *args, "model.path=not/yet/made")
     assert end["code"] == 0
     assert f'resume = "{resume}"' in out and 'dir = "x"' in out
 

@@ -98,7 +98,8 @@ def test_a_closed_terminal_asks_and_what_is_then_printed_is_no_error(tmp_path):
     argv = [sys.executable, "-c", program.replace("; \n", "\n"), str(LIMIT_S), str(tmp_path / "said")]
     process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
-    assert b"ready" in os.read(ours, 100)
+    with open(ours, "rb", buffering=0, closefd=False) as terminal:
+        assert terminal.readline() == b"ready\r\n"
     os.close(ours)  # hangs up: writes fail from here on
     os.kill(process.pid, signal.SIGHUP)
     assert process.wait(LIMIT_S) == 0

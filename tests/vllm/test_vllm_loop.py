@@ -38,10 +38,10 @@ def test_an_engine_that_fails_ends_the_run_by_name(tmp_path):
 
 def test_a_run_goes_from_one_engine_to_the_other_and_a_signal_stops_an_engine_of_two_ranks(tmp_path):
     settings = ("eval.every=-1", "rollout.max_tokens=24", "checkpoint.every=3", "trainer.learning_rate=3e-3")
-    with LiveJob(tmp_path, *settings, "run.steps=2") as job:
+    with LiveJob(tmp_path, *settings, "run.steps=2", start=subprocess.Popen) as job:
         assert job.wait() == 0, job.output
     two = ("inference.engine=vllm", "topology.inference=2", "inference.tensor_parallel=2", "weights.mode=disk")
-    with LiveJob(tmp_path, *settings, *two, "run.steps=1000", ranks=3) as job:
+    with LiveJob(tmp_path, *settings, *two, "run.steps=1000", ranks=3, start=subprocess.Popen) as job:
         assert "step_2" in job.wait_for("resuming from", limit_s=240)
         job.wait_for(r"step +4/", limit_s=240)
         job.send(signal.SIGTERM)  # to torchrun, which passes it on to the engine's second rank too
@@ -51,7 +51,7 @@ def test_a_run_goes_from_one_engine_to_the_other_and_a_signal_stops_an_engine_of
     version, folder = checkpoint.newest(tmp_path / "checkpoints")
     checkpoint.verify(folder)
     assert summary(tmp_path)["status"] == "stopped" and summary(tmp_path)["version"] == version >= 4
-    with LiveJob(tmp_path, *settings, f"run.steps={version + 2}") as job:
+    with LiveJob(tmp_path, *settings, f"run.steps={version + 2}", start=subprocess.Popen) as job:
         assert job.wait() == 0, job.output
     assert_whole(tmp_path, num_steps=version + 2)
 
@@ -72,7 +72,7 @@ def test_an_evaluation_by_itself_uses_the_engine_of_the_config(tmp_path):
 
 def test_a_config_for_qwen3_trains_with_the_engine_that_it_names(tmp_path):
     model, data = qwen3.write(tmp_path / "model"), qwen3.data(CONFIGS / "qwen3_1gpu.toml", tmp_path)
-    job = run("qwen3_1gpu.toml", tmp_path / "run", f"model.path={model}", *qwen3.SMALLER, *data)
+    job = run("qwen3_1gpu.toml", tmp_path / "run", f"model.path={model}", *qwen3.SMALLER, *data, start=subprocess.Popen)
     assert job.code == 0, job.output
     assert (job.summary["status"], job.summary["version"]) == ("done", 2)
     assert 'engine = "vllm"' in job.output and job.probe_difference <= 1e-5
