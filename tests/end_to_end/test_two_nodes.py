@@ -76,7 +76,8 @@ def another_row(tmp_path: Path) -> None:
 
 def another_checkout(tmp_path: Path) -> None:
     there = shutil.copytree(ROOT / "spmd_rl", tmp_path / "checkout" / "spmd_rl")
-    (there / "rewards.py").write_text((there / "rewards.py").read_text() + "\n# changed\n")
+    changed = there / "rewards" / "text.py"
+    changed.write_text(changed.read_text() + "\n# changed\n")
 
 
 CASES = {
