@@ -109,10 +109,7 @@ async def train(config: Config, engine: Engine, trainer: Trainer, tokenizer: Tok
         packed = packing.by_segment(packing.pack(rollouts, batch.advantages, usable, cut))
         loss = trainer.step(packed, version)["loss"]
         load_weights(engine, trainer, version + 1, config)
-        print(
-            f"step {version + 1}  reward {sum(r.reward for r in rollouts) / batch_size:.3f}  loss {loss:+.5f}",
-            flush=True,
-        )
+        print(f"step {version + 1}  reward {np.mean([r.reward for r in rollouts]):.3f}  loss {loss:+.5f}", flush=True)
 
 
 def make_sink(config: Config) -> TrainSink:
