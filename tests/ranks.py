@@ -79,9 +79,10 @@ def _with_group(fn: Callable[..., Any], rank: int, args: tuple, topology: dict) 
 
 
 def _with_world(fn: Callable[..., Any], rank: int, args: tuple, topology: dict) -> Any:
+    from spmd_rl.config.topology import Topology
     from spmd_rl.distributed.world import join, meet
 
-    return fn(join(meet(), **topology), *args)
+    return fn(join(meet(), Topology(**topology)), *args)
 
 
 def _with_nothing(fn: Callable[..., Any], rank: int, args: tuple, topology: dict) -> Any:

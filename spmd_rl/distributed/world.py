@@ -185,27 +185,8 @@ def meet(timeout_s: float = 300.0) -> Meeting:
     )
 
 
-def join(
-    meeting: Meeting,
-    *,
-    num_inference: int,
-    num_trainers: int,
-    dp_replicate: int = 1,
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-    engine_on_rank0: bool = True,
-    engine_ranks_each: int = 1,
-) -> World:
-    """Choose the device and build all groups. Every rank calls it once, with equal arguments."""
-    topology = Topology(
-        num_inference=num_inference,
-        num_trainers=num_trainers,
-        dp_replicate=dp_replicate,
-        tensor_parallel=tensor_parallel,
-        context_parallel=context_parallel,
-        engine_on_rank0=engine_on_rank0,
-        engine_ranks_each=engine_ranks_each,
-    )
+def join(meeting: Meeting, topology: Topology) -> World:
+    """Choose the device and build all groups. Every rank calls it once, with the same topology."""
     check_world_size(os.environ, topology)
     local_rank, rank, world_size = int(os.environ["LOCAL_RANK"]), meeting.rank, meeting.world_size
     store, generation = meeting.store, meeting.generation

@@ -86,16 +86,7 @@ def train(config: Config | ValueError, name: str) -> NoReturn:
     try:
         compare_programs(meeting, config)
         assert isinstance(config, Config)  # or all ranks have been refused
-        world = join(
-            meeting,
-            num_inference=config.topology.inference,
-            num_trainers=config.topology.trainer,
-            dp_replicate=config.topology.dp_replicate,
-            tensor_parallel=config.topology.tensor_parallel,
-            context_parallel=config.topology.context_parallel,
-            engine_on_rank0=config.inference.engine_on_rank0,
-            engine_ranks_each=config.inference.tensor_parallel,
-        )
+        world = join(meeting, config.split)
         start = _agree(meeting, world, config, name)
         check_shared_folder(world, start.run_dir)
     except ValueError as error:

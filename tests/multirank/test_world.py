@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from spmd_rl.config.topology import Topology
 from spmd_rl.distributed.world import Place, World, agreed_code, check_shared_folder, join, leave, meet
 from tests.ranks import RankFailed, run_processes, run_worlds
 
@@ -85,7 +86,7 @@ def joins_a_restarted_world(began: bool) -> tuple[int, bool]:
             store.set("spmd_rl/job/started", "1")
         store.set("left behind", "1")
     store.wait(["left behind"], timedelta(seconds=20))
-    world = join(meet(), num_inference=1, num_trainers=1)
+    world = join(meet(), Topology(num_inference=1, num_trainers=1))
     dist.barrier(group=world.ctl)
     return world.generation, world.restarted
 
@@ -162,7 +163,7 @@ def test_a_run_directory_that_rank_0_cannot_write_is_refused_on_every_rank(tmp_p
 
 
 def joins_the_wrong_world() -> None:
-    join(meet(), num_inference=2, num_trainers=1)
+    join(meet(), Topology(num_inference=2, num_trainers=1))
 
 
 def test_a_world_of_the_wrong_size_is_refused():
