@@ -23,7 +23,7 @@ CSV = 'question,answer\n"Q é?",18\nR?,19\n'
 
 
 def packed(text: str, encoding: str = "utf-8") -> bytes:
-    return gzip.compress(text.encode(encoding))
+    return gzip.compress(text.encode(encoding), mtime=0)
 
 
 READ = [
