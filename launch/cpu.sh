@@ -6,6 +6,7 @@ set -euo pipefail
 config=configs/smollm2_cpu.toml
 if [[ ${1:-} == *.toml ]]; then config=$1; shift; fi
 . "$(dirname "$0")/ready.sh"
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$inside}
 "${bin}python" -m spmd_rl check "$config" "$@" >/dev/null
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 exec "${bin}torchrun" --standalone --nproc-per-node="${NPROC:-2}" -m spmd_rl "$config" "$@"

@@ -5,6 +5,7 @@ set -euo pipefail
 [[ ${1:-} == *.toml ]] || { echo "usage: launch/node.sh CONFIG.toml [section.key=value ...]" >&2; exit 2; }
 config=$1; shift
 . "$(dirname "$0")/ready.sh"
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$inside}
 "${bin}python" -m spmd_rl check "$config" "$@" >/dev/null
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_PROPAGATE_ERROR=1

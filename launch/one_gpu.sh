@@ -5,6 +5,7 @@ set -euo pipefail
 config=configs/smollm2_cpu.toml
 if [[ ${1:-} == *.toml ]]; then config=$1; shift; fi
 . "$(dirname "$0")/ready.sh"
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$inside}
 "${bin}python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "one_gpu.sh: torch sees no GPU; launch/cpu.sh runs the same loop without one")'
 "${bin}python" -m spmd_rl check "$config" "$@" >/dev/null
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True

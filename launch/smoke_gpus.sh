@@ -4,6 +4,7 @@
 set -euo pipefail
 config=configs/tiny_cpu.toml
 . "$(dirname "$0")/ready.sh"
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$inside}
 gpus=$("${bin}python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -lt 2 ]; then
     echo "smoke_gpus.sh: skipped, it needs 2 GPUs or more and torch sees $gpus"

@@ -33,7 +33,7 @@ class EngineStats:
     """Cumulative, written by the engine thread only."""
 
     busy_s: float = 0.0  # in steps and in swaps
-    pause_s: float = 0.0  # in swaps alone
+    pause_s: float = 0.0  # in updates alone
     recompute_s: float = 0.0  # in steps for which a sequence waited that had begun before the last swap
     slot_s: float = 0.0  # in steps, each for every sequence that held a slot
     waiting_s: float = 0.0  # in steps, each for every request that had none
@@ -58,6 +58,7 @@ class _Swap:
     version: int
     loaded: Callable[[float], None]
     after: int  # steps, while anything runs
+    is_update: bool
     cancelled: set[int] = field(default_factory=set)
 
 
@@ -135,16 +136,17 @@ class EngineThread:
         loaded: Callable[[float], None],
         *,
         after: int = 0,
+        is_update: bool = True,
     ) -> None:
         """Swap weights between two steps, when `weights()` may wait; then `loaded(pause_s)`, on the engine thread.
 
-        `after`: not before so many more steps, unless nothing runs.
+        `after`: not before so many more steps, unless nothing runs.  What is no update is in no count of them.
         """
 
         def command() -> None:
             if self._swap is not None:
                 raise RuntimeError(f"weights {version} arrived before {self._swap.version} were swapped in")
-            self._swap = _Swap(weights, version, loaded, after)
+            self._swap = _Swap(weights, version, loaded, after, is_update)
             if self._is_pinned:
                 self._held_since = time.perf_counter()
 
@@ -224,8 +226,9 @@ class EngineThread:
         self.engine.load_weights(swap.weights(), swap.version)
         pause_s = time.perf_counter() - start
         self.stats.busy_s += pause_s
-        self.stats.pause_s += pause_s
-        self.stats.swaps += 1
+        if swap.is_update:
+            self.stats.pause_s += pause_s
+            self.stats.swaps += 1
         self._swap = self._held_since = None
         swap.loaded(pause_s)
         while self._held:

@@ -129,7 +129,7 @@ class ProbeSampler:
         def loaded(pause_s: float) -> None:
             loop.call_soon_threadsafe(swapped.set)
 
-        self._engine.load(weights, version, loaded, after=after)
+        self._engine.load(weights, version, loaded, after=after, is_update=False)
         await swapped.wait()
 
     async def _sample(

@@ -153,6 +153,7 @@ def test_nothing_that_hangs_holds_a_stop_longer_than_its_window(tmp_path, what):
     """
     rank = {"reward": 0, "engine": 1}.get(what)
     window = ["run.shutdown_s=6", "run.steps=1000", "eval.every=-1", "topology.trainer=2", "checkpoint.every=10"]
+    window += ["run.probe_every=0"]  # or the engine hangs in it, before there is anything to stop
     hangs = {
         "reward": failing("block", each=300),
         "engine": ["engine:0:hang"],

@@ -75,8 +75,9 @@ def test_an_engine_samples_for_the_probe_at_the_version_that_is_asked_for(tmp_pa
             sampled[version] = await answered(ProbeSampled)
             assert (sampled[version].number, sampled[version].version) == (version, version)
         rank.handle(AskCounters(number=9))
-        counted = (await answered(Counters)).counts["tokens"]
-        assert counted == sum(answer.num_tokens for answer in sampled.values())
+        counts = (await answered(Counters)).counts
+        assert counts["tokens"] == sum(answer.num_tokens for answer in sampled.values())
+        assert counts["swaps"] == 3  # the versions; what the probe loads is no update
         rank.close(60.0)
         assert answers.empty()
         return sampled

@@ -1,6 +1,7 @@
 """The scripts in launch/, with stand-ins for torchrun and Slurm."""
 
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -142,3 +143,33 @@ def test_two_nodes_that_look_at_one_checkout_install_once(tmp_path):
     setups = [subprocess.Popen([ROOT / "scripts/setup"], env=variables, stdout=-1, text=True) for _ in range(2)]
     assert [setup.communicate(timeout=LIMIT_S)[0] for setup in setups] == [f"{venv}\n"] * 2
     assert log.read_text() == "installed\n"
+
+
+@pytest.mark.parametrize("script", ["cpu.sh", "node.sh"])
+@pytest.mark.parametrize("chosen", ["", "eth7"])
+def test_gloo_of_one_node_listens_where_no_other_machine_reaches_it(tmp_path, script, chosen):
+    variables = environment(tmp_path, 'echo "$GLOO_SOCKET_IFNAME"')
+    variables.pop("GLOO_SOCKET_IFNAME", None)
+    words = [ROOT / "launch" / script, "configs/tiny_cpu.toml", NO_MODEL]
+    kept = {"GLOO_SOCKET_IFNAME": chosen} if chosen else {}
+    said = subprocess.run(words, env=variables | kept, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == (chosen or {"linux": "lo", "darwin": "lo0"}[sys.platform])
+
+
+def audited(*packages: tuple[str, list[str]]) -> tuple[int, list[str]]:
+    """What scripts/vulnerabilities says of packages with these advisories; None: the index has no answer."""
+    told = runpy.run_path(str(ROOT / "scripts" / "vulnerabilities"))["told"]
+    answers = [
+        {"name": name, "skip_reason": "not found"}
+        if advisories is None
+        else {"name": name, "version": "1", "vulns": [{"id": a, "fix_versions": ["2"]} for a in advisories]}
+        for name, advisories in packages
+    ]
+    return told({"dependencies": answers})
+
+
+def test_what_is_not_known_to_be_safe_is_not_called_safe():
+    unknown = "not known of 1 of 2 packages, such as b: the index has no answer"
+    assert audited(("a", []), ("b", [])) == (0, [])
+    assert audited(("a", []), ("b", None)) == (3, [unknown])
+    assert audited(("a", ["CVE-1"]), ("b", None)) == (1, ["a 1: CVE-1, fixed in 2", unknown])
