@@ -25,11 +25,13 @@ import numpy as np
 
 if TYPE_CHECKING:
     import pyarrow
+    from _typeshed import WriteableBuffer as Buffer
 
 Row = dict[str, Any]  # by column; what a cell holds is the file's
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": ",", ".tsv": "\t", ".parquet": "parquet"}
 WANTED = f"{', '.join(FORMATS)}, or one of them but the last with .gz"
 BATCH_ROWS = 1024  # of Parquet, decoded at a time
+ROOM = 1 / 8  # of the machine's memory, for the bytes of packed text
 _MISSING = object()
 
 
@@ -95,11 +97,35 @@ def _format(file: Path) -> str:
     return FORMATS.get(suffix, "")
 
 
-def _opened(file: Path) -> gzip.GzipFile | BufferedReader:
-    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")
+def _opened(file: Path) -> BufferedReader:
+    return BufferedReader(_Unpacked(file)) if file.suffix.lower() == ".gz" else file.open("rb")
 
 
-def _json_rows(file: Path, stream: gzip.GzipFile | BufferedReader) -> Iterator[tuple[str, Row]]:
+class _Unpacked(io.RawIOBase):
+    """What a .gz file holds; ValueError as soon as that is more than memory has room for as rows.
+
+    A few bytes of a file can be many of what it holds, and as rows these take a multiple: ROOM is what may be read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._num_bytes = file, 0
+        self._stream = gzip.open(file)  # noqa: SIM115 (closed in close)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        num = self._stream.readinto(buffer)
+        self._num_bytes += num
+        _check_memory(self._file, self._num_bytes / ROOM)
+        return num
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _json_rows(file: Path, stream: BufferedReader) -> Iterator[tuple[str, Row]]:
     offset, begun = 0, False
     for number, data in enumerate(stream, 1):
         line = _text(file, data, offset=offset, line=number)
@@ -116,7 +142,7 @@ def _json_rows(file: Path, stream: gzip.GzipFile | BufferedReader) -> Iterator[t
         yield _object(where, _json(where, line))
 
 
-def _csv_rows(file: Path, stream: gzip.GzipFile | BufferedReader, separator: str) -> Iterator[tuple[str, Row]]:
+def _csv_rows(file: Path, stream: BufferedReader, separator: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)
     text = _text(file, stream.read(), offset=0, line=1)
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -175,7 +201,7 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row
         raise ValueError(f"data {file}: Parquet cannot read it: {' '.join(str(error).split())[:300]}") from error
 
 
-def _check_memory(file: Path, num_bytes: int) -> None:
+def _check_memory(file: Path, num_bytes: float) -> None:
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if num_bytes > there:
         raise ValueError(

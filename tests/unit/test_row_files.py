@@ -354,6 +354,22 @@ def test_a_test_with_an_escape_that_python_warns_of_is_one(tmp_path):
     next(Code(tokenizer=None, path=str(tmp_path / "r.jsonl")).tasks(0, "train"))
 
 
+@pytest.mark.parametrize("name", ["r.jsonl.gz", "r.json.gz", "r.csv.gz"])
+def test_a_packed_file_of_more_text_than_memory_holds_is_refused(tmp_path, monkeypatch, name):
+    """Seven kilobytes of gzip are seven megabytes of text, as one line or as many."""
+    text = {
+        "r.jsonl.gz": '{"q": 1}\n' * 800_000,
+        "r.json.gz": f'[{" " * 7_000_000}{{"q": 1}}]',
+        "r.csv.gz": f'q\n"{"x" * 7_000_000}"\n',
+    }
+    (tmp_path / name).write_bytes(packed(text[name]))
+    assert (tmp_path / name).stat().st_size < 40_000
+    assert sum(1 for _ in rows_of(tmp_path / name, ["q"])) == (800_000 if name == "r.jsonl.gz" else 1)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1024, "SC_PHYS_PAGES": 40_000}[name])
+    with pytest.raises(ValueError, match=rf"{name}: its rows take 0\.0 GB or more, .* memory has 0\.0 GB"):
+        list(rows_of(tmp_path / name, ["q"]))
+
+
 def test_a_small_file_of_more_rows_than_memory_holds_is_refused(tmp_path, monkeypatch):
     """400 bytes of Parquet can name one long text as often as they like."""
     pyarrow = pytest.importorskip("pyarrow")
