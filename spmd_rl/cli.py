@@ -120,10 +120,10 @@ def _check(argv: Sequence[str]) -> int:
         print(f"warning: {line}")
     config_module.check_model_folder(config)
     if Path(config.model.path).is_dir():
-        from spmd_rl.ranks.build_trainer import (
-            check_model,  # imports torch, which a config without a model does not need
-        )
+        from spmd_rl.model.tokenizer import try_tokenizer  # imports torch, which a config without a model does not need
+        from spmd_rl.ranks.build_trainer import check_model
 
+        try_tokenizer(config.model.path, config.model.template)
         print(f"model: {check_model(config).line}")
     return 0
 

@@ -27,7 +27,7 @@ from spmd_rl.files.atomic_folder import check_writable
 from spmd_rl.metrics.eval_report import EvalReport
 from spmd_rl.metrics.report import eval_texts, eval_values
 from spmd_rl.model.causal_lm import build, engine_dtype
-from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import try_tokenizer
 from spmd_rl.orchestrator.eval_runner import EvalRunner
 from spmd_rl.ranks.build_engine import build_engine, check_engine
 from spmd_rl.ranks.build_tasks import eval_tasks, load_environments
@@ -61,7 +61,7 @@ def evaluate(config: Config, out: Path | None) -> int:
 
 async def _run(config: Config, group: ProcessGroup) -> tuple[EvalReport, list[dict[str, object]]]:
     """Waits for the rollouts, or for the engine to fail."""
-    tokenizer = Tokenizer(config.model.path, config.model.template)
+    tokenizer = try_tokenizer(config.model.path, config.model.template)
     tasks = eval_tasks(config, load_environments(config, tokenizer))
     loop = asyncio.get_running_loop()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

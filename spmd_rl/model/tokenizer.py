@@ -9,7 +9,9 @@ rollouts or sampling.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import numpy as np
 Messages = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "What is 3 + 8?"}, …
 CONTEXT = 64  # characters before a continuation that may change how its beginning is split
 CONTEXT_TOKENS = 4  # the same for the text of tokens
+TRIAL_S = 30.0  # that reading TRIAL may take, which takes some hundredths of a second
+TRIAL = tuple(4096 // len(part) * part for part in ("a", " ", "\n", "7", "-", "aA 1!\n", "é 語", "x=1\t"))
 BREAKS = ("\n", "a")  # stand for them where the last token would reach into the continuation
 
 
@@ -87,6 +91,12 @@ class Tokenizer:
                 )
         return np.array(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int32)
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, no special token added; other threads go on meanwhile."""
+        ids = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        assert isinstance(ids, list)
+        return ids
+
     def decode(
         self,
         token_ids: Sequence[int] | np.ndarray,
@@ -142,6 +152,41 @@ class Tokenizer:
             if len(after) and int(after[0]) in added:
                 stops.add(int(after[0]))
         return tuple(sorted(stop for stop in stops if stop is not None))
+
+
+def try_tokenizer(
+    folder: str | Path, variables: Mapping[str, object] | None = None, *, limit_s: float = TRIAL_S
+) -> Tokenizer:
+    """The tokenizer of a folder that nobody has read yet: a pattern or a template may take for ever.
+
+    Loads it, renders a conversation and encodes TRIAL.  ValueError where that fails, or takes longer than `limit_s`:
+    the thread that does it is left alone then, and ends with the process.
+    """
+    import transformers  # noqa: F401 (its own import takes seconds, which are not the folder's)
+
+    made: Future[Tokenizer] = Future()
+
+    def read() -> None:
+        try:
+            tokenizer = Tokenizer(folder, variables)
+            tokenizer.encode_all(TRIAL)
+        except ValueError as error:
+            made.set_exception(error)
+        except BaseException as error:  # a pattern that gives up panics, which is no Exception
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            made.set_exception(ValueError(f"{folder}: its tokenizer fails with {reason[:300]}"))
+        else:
+            made.set_result(tokenizer)
+
+    threading.Thread(target=read, name="first reading of a tokenizer", daemon=True).start()
+    try:
+        return made.result(limit_s)
+    except TimeoutError:
+        raise ValueError(
+            f"{folder}: its tokenizer and chat template have not read a conversation and {sum(map(len, TRIAL)):,} "
+            f"characters within {limit_s:g} s: look for a pattern in tokenizer.json, or a loop in the template, that "
+            "does not end"
+        ) from None
 
 
 def _read_json(path: Path) -> dict[str, object]:

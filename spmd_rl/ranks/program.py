@@ -46,7 +46,7 @@ from spmd_rl.distributed.world import (
 )
 from spmd_rl.envs.environment import Environment
 from spmd_rl.files import disk_space
-from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer, try_tokenizer
 from spmd_rl.processes.guard import die_with_parent
 from spmd_rl.ranks.build_engine import check_engine, check_lengths, device_bytes, memory_warnings
 from spmd_rl.ranks.build_tasks import Tasks, load_environments, make_tasks
@@ -222,7 +222,7 @@ def _prepare(world: World, config: Config, name: str) -> Start:
                 raise Refused(f"model.make = {config.model.make!r} made no folder {model}")
     check_model(config)
     check_lengths(config, world.engine_device)
-    tasks = make_tasks(config, Tokenizer(model, config.model.template))
+    tasks = make_tasks(config, try_tokenizer(model, config.model.template))
     run_dir = RunDir(Path(config.run.dir or _named_once(world, name)).absolute())
     try:
         run_dir.claim()

@@ -1,6 +1,7 @@
 """Folders that a user got wrong, in `eval` and `export`: one line that names it, before anything is computed."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmd_rl import config
+from spmd_rl.cli import main
 from spmd_rl.commands.evaluate import evaluate
 from spmd_rl.commands.export import export
 from spmd_rl.demo import tiny_model
 from spmd_rl.files.model_files import stored_tensors
 from spmd_rl.model.causal_lm import build, check_weights
-from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.model.tokenizer import Tokenizer, try_tokenizer
 from spmd_rl.ranks.build_trainer import check_model
 from spmd_rl.storage import history
 from spmd_rl.storage.run_dir import RunDir
@@ -76,6 +78,40 @@ def test_a_tokenizer_of_special_tokens_alone_is_refused(model, kept):
     (model / "tokenizer_config.json").write_text(kept)
     with pytest.raises(ValueError, match=r"has no vocabulary, none of merges.txt, tokenizer.json, vocab.json: "):
         Tokenizer(model)
+
+
+LOOPS = "{% for i in range(2500) %}{% for j in range(2500) %}{% endfor %}{% endfor %}"  # a second or two
+
+
+def panics(folder: Path) -> None:
+    """Oniguruma gives up on this pattern, and tokenizers panics: in a class that is no Exception."""
+    words = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"Regex": "(a+)+b"}
+    words["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+
+
+def loops(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(LOOPS)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        (panics, "its tokenizer fails with PanicException: .*retry-limit-in-match over"),
+        (loops, r"have not read a conversation and 3\d,\d+ characters within 0\.2 s: look for a pattern in"),
+    ],
+)
+def test_a_tokenizer_or_template_that_takes_for_ever_is_refused_by_check_and_start(
+    model, capsys, monkeypatch, breaks, message
+):
+    breaks(model)
+    monkeypatch.setitem(try_tokenizer.__kwdefaults__, "limit_s", 60.0 if breaks is panics else 0.2)
+    with pytest.raises(ValueError, match=message):
+        evaluate(config.load(ROOT / "configs" / "tiny_cpu.toml", [f"model.path={model}"]), None)
+    assert main(["check", str(ROOT / "configs" / "tiny_cpu.toml"), f"model.path={model}"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: {model}: ") and re.search(message, said)
 
 
 EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
