@@ -149,6 +149,8 @@ def test_an_engine_that_dies_while_weights_come_is_named(tmp_path, how, rank, nu
     settings += ["run.probe_every=0"]  # a probe may hold version 2 back
     with LiveJob(tmp_path, *settings, ranks=num_engines + 1, module="tests.end_to_end.misbehaving") as job:
         job.wait_for("hanging")
+        if rank != 0:
+            job.wait_for(r"step +2/")  # the trainers may be ahead of it by as much as S
         job.send(signal.Signals[how], rank=rank)
         start = time.monotonic()
         job.wait_for("run failed")
