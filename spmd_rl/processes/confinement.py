@@ -30,6 +30,7 @@ ISOLATED, CONFINED, FAILED = b"i", b"c", b"f"
 FILE_BYTES = 1 << 24  # of a file that the code writes, its output among them
 DISK_BYTES = 1 << 26  # of all files of isolated code, in memory
 NUM_FILES, NUM_PROCESSES = 128, 64  # open at a time; the latter for isolated code, each thread counts
+LOOK_S = 0.05  # between two looks at the memory of all processes of isolated code
 NOBODY = 65534
 WORK, SHARED = "tmp/work", "tmp/shm"  # in the new file system: the working directory, and what is at /dev/shm
 BASE = "/tmp"  # where the new file system is put together; it is there for every user
@@ -64,7 +65,7 @@ def launch(
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, the kernel takes this process first
     if mode == ISOLATED:
         try:
-            _isolate(Path(code).read_bytes(), python)
+            _isolate(Path(code).read_bytes(), python, memory_bytes)
         except OSError as error:
             os.write(status, FAILED + str(error).encode())
             os._exit(1)
@@ -100,7 +101,7 @@ def _limit(memory_bytes: int, cpu_s: int, *, isolated: bool) -> None:
 # ---- isolation
 
 
-def _isolate(code: bytes, python: list[str]) -> None:
+def _isolate(code: bytes, python: list[str], memory_bytes: int) -> None:
     """Return in a process of new namespaces, as a user without rights; OSError where the kernel does not let it."""
     if sys.platform != "linux" or platform.machine() not in PIVOT_ROOT:
         raise OSError(f"{sys.platform} on {platform.machine()} has no namespaces that are known here")
@@ -129,7 +130,7 @@ def _isolate(code: bytes, python: list[str]) -> None:
     _drop_capabilities()
     if child := os.fork():  # process 1 is not the code, which could wish to outlive the launcher
         _prctl(PR_SET_DUMPABLE, 0)  # nor can the code look into it
-        _wait(child)
+        _wait_within(child, memory_bytes)
 
 
 def _wait(child: int) -> NoReturn:
@@ -137,7 +138,50 @@ def _wait(child: int) -> NoReturn:
     while True:
         process, ended = os.wait()
         if process == child:
-            os._exit(ended >> 8 if os.WIFEXITED(ended) else 128 + os.WTERMSIG(ended))
+            os._exit(_code(ended))
+
+
+def _code(ended: int) -> int:
+    """The exit code for how a process ended: 128 + signal where one ended it."""
+    return ended >> 8 if os.WIFEXITED(ended) else 128 + os.WTERMSIG(ended)
+
+
+def _wait_within(child: int, memory_bytes: int) -> NoReturn:
+    """End as the child does, or as one that was killed once all processes together hold more memory; all end with this.
+
+    Looks again and again, for nothing tells of memory; where /proc is hidden there is nothing to look at.
+    """
+    ends = os.pidfd_open(child)
+    while True:
+        select.select([ends], [], [], LOOK_S)
+        while (ended := _ended())[0]:
+            if ended[0] == child:
+                os._exit(_code(ended[1]))
+        if _memory_together() > memory_bytes:
+            os._exit(128 + signal.SIGKILL)
+
+
+def _ended() -> tuple[int, int]:
+    """A process of the namespace that has ended, and how; (0, 0) where none has."""
+    return os.waitpid(-1, os.WNOHANG)
+
+
+def _memory_together() -> int:
+    """Bytes that all processes but this one hold; what two of them share counts once, where they let it be seen."""
+    held = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
+                held += _memory_of(f"/proc/{name}")
+    return held
+
+
+def _memory_of(process: str) -> int:
+    try:
+        rollup = Path(process, "smaps_rollup").read_text()
+        return 1024 * int(re.findall(r"^Pss: +(\d+) kB$", rollup, re.MULTILINE)[0])
+    except (OSError, IndexError):  # it does not let itself be looked into, or the kernel does not sum up
+        return int(Path(process, "statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _roots(paths: list[str]) -> list[str]:

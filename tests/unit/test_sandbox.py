@@ -67,6 +67,37 @@ def test_memory_and_file_size_are_limited():
     assert "File too large" in run("open('x', 'wb').write(bytes(1 << 25))").stderr
 
 
+FAMILY = """
+import os, time
+for _ in range({children}):
+    if not os.fork():
+        {first}
+        held = bytearray({mib} << 20)
+        print("holds", flush=True)
+        time.sleep({sleeps})
+        os._exit(0)
+for _ in range({children}):
+    os.wait()
+print("all")
+"""
+HIDES = "__import__('ctypes').CDLL(None).prctl(4, 0, 0, 0, 0)"  # from whoever would look into it
+
+
+@isolated
+@pytest.mark.parametrize("first", ["pass", HIDES])
+def test_memory_is_limited_for_all_processes_together(first: str) -> None:
+    ended = run(FAMILY.format(children=6, first=first, mib=100, sleeps=30), memory_bytes=1 << 29)
+    assert (ended.exit_code, ended.timed_out, ended.stdout.count("all")) == (128 + 9, False, 0)
+    fits = run(FAMILY.format(children=3, first=first, mib=100, sleeps=0.2), memory_bytes=1 << 29)
+    assert fits.ok and fits.stdout.count("holds") == 3 and fits.stdout.endswith("all\n")
+
+
+@isolated
+def test_memory_that_processes_share_counts_once() -> None:
+    shares = "held = bytearray(300 << 20)\n" + FAMILY.format(children=4, first="pass", mib=10, sleeps=0.3)
+    assert run(shares, memory_bytes=1 << 29).ok
+
+
 def test_open_files_are_limited():
     assert "Too many open files" in run("[open('/dev/null') for _ in range(200)]").stderr
 
