@@ -44,6 +44,7 @@ class Code:
         timeout_s: float = 5.0,  # of a run
         memory_mib: int = 1024,  # of a run
         num_processes: int = 4,  # runs at a time, per inference rank
+        isolation: str = "namespaces",  # or "bubblewrap", for machines that let only that make namespaces
         require_isolation: bool = True,  # false: where it cannot be isolated, code sees and reaches what you do
     ) -> None:
         self._prompt = Prompt(prompt, given=["tests"], column=question)
@@ -61,6 +62,7 @@ class Code:
             num=num_processes,
             timeout_s=timeout_s,
             memory_bytes=memory_mib << 20,
+            isolation=isolation,
             require_isolation=require_isolation,
         )
         self.says = [self._sandbox.says]

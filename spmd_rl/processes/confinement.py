@@ -3,6 +3,7 @@
 Isolated, the code has namespaces of its own: no other process, no network, no file but the system's and Python's, which
 it can only read, and an empty file system in memory of a fixed size, /tmp and /dev/shm, that ends with it.
 Where the trainer runs as root the code is nobody; it has no capabilities in any case.
+Where bubblewrap makes the namespaces, this program starts it, and is started in there again for what is left to do.
 Confined, it has the same limits on itself, and sees what its user sees.
 
 On the status pipe it says ISOLATED or CONFINED right before the code begins, or FAILED and why there is no isolation.
@@ -20,6 +21,7 @@ import re
 import resource
 import runpy
 import select
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ISOLATED, CONFINED, FAILED = b"i", b"c", b"f"
+BUBBLEWRAP, IN_BUBBLEWRAP = b"b", b"n"  # modes alone: what is said is ISOLATED
 FILE_BYTES = 1 << 24  # of a file that the code writes, its output among them
 DISK_BYTES = 1 << 26  # of all files of isolated code, in memory
 NUM_FILES, NUM_PROCESSES = 128, 64  # open at a time; the latter for isolated code, each thread counts
@@ -56,25 +59,35 @@ def launch(
     """Run code.py of `folder` in this process, with the folders `python` in sight."""
     if sys.platform == "linux":
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if mode != IN_BUBBLEWRAP and os.getppid() != parent:  # bubblewrap sees to that itself
         os._exit(1)
     code, work = os.path.join(folder, "code.py"), os.path.join(folder, "work")
     temporary = work
     if sys.platform == "linux":
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, the kernel takes this process first
+        if mode != IN_BUBBLEWRAP:  # where memory ends, the kernel takes this process first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+    if mode == BUBBLEWRAP:
+        numbers = map(str, (parent, memory_bytes, cpu_s, status))
+        inside = (f"/{Path(__file__).name}", IN_BUBBLEWRAP.decode(), folder, json.dumps(python), *numbers)
+        words = [*_bubblewrap(folder, python), sys.executable, "-I", "-S", *inside]
+        os.execve(words[0], words, {})
     if mode == ISOLATED:
         try:
             _isolate(Path(code).read_bytes(), python, memory_bytes)
         except OSError as error:
             os.write(status, FAILED + str(error).encode())
             os._exit(1)
-        code, work, temporary = "/code.py", f"/{WORK}", "/tmp"
+    elif mode == IN_BUBBLEWRAP:
+        _fork_watched(memory_bytes)
     else:
         runpy.run_path(str(Path(__file__).with_name("guard.py")))["guarded"](parent)
-    _limit(memory_bytes, cpu_s, isolated=mode == ISOLATED)
+    isolated = mode in (ISOLATED, IN_BUBBLEWRAP)
+    if isolated:
+        code, work, temporary = "/code.py", f"/{WORK}", "/tmp"
+    _limit(memory_bytes, cpu_s, isolated=isolated)
     os.chdir(work)
-    os.write(status, mode)
+    os.write(status, ISOLATED if isolated else CONFINED)
     os.close(status)
     environment = {"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": temporary, "PYTHONDONTWRITEBYTECODE": "1"}
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -96,6 +109,32 @@ def _limit(memory_bytes: int, cpu_s: int, *, isolated: bool) -> None:
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
+
+
+def _bubblewrap(folder: str, python: list[str]) -> list[str]:
+    """The beginning of a command that runs in namespaces made by bubblewrap, with what isolated code sees."""
+    words = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--die-with-parent",
+        "--cap-drop",
+        "ALL",
+        "--clearenv",
+    ]
+    for path in _roots([*SYSTEM, *python]):
+        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    words += ["--proc", "/proc", "--remount-ro", "/proc"]
+    words += ["--size", str(DISK_BYTES), "--tmpfs", "/tmp", "--dir", f"/{WORK}", "--dir", f"/{SHARED}"]
+    for path in DEVICES:
+        words += ["--dev-bind", path, path]
+    links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": f"/{SHARED}"}
+    for name, target in links.items():
+        words += ["--symlink", target, f"/dev/{name}"]
+    words += ["--ro-bind", f"{folder}/code.py", "/code.py"]
+    words += ["--ro-bind", __file__, f"/{Path(__file__).name}"]
+    return [*words, "--remount-ro", "/", "--chdir", "/"]
 
 
 # ---- isolation
@@ -128,9 +167,7 @@ def _isolate(code: bytes, python: list[str], memory_bytes: int) -> None:
     os.close(alive)
     _new_root(sources, code, uid, gid)
     _drop_capabilities()
-    if child := os.fork():  # process 1 is not the code, which could wish to outlive the launcher
-        _prctl(PR_SET_DUMPABLE, 0)  # nor can the code look into it
-        _wait_within(child, memory_bytes)
+    _fork_watched(memory_bytes)  # process 1 is not the code, which could wish to outlive the launcher
 
 
 def _wait(child: int) -> NoReturn:
@@ -144,6 +181,13 @@ def _wait(child: int) -> NoReturn:
 def _code(ended: int) -> int:
     """The exit code for how a process ended: 128 + signal where one ended it."""
     return ended >> 8 if os.WIFEXITED(ended) else 128 + os.WTERMSIG(ended)
+
+
+def _fork_watched(memory_bytes: int) -> None:
+    """Return in a child; this process waits for it and looks at the memory of all."""
+    if child := os.fork():
+        _prctl(PR_SET_DUMPABLE, 0)  # the code cannot look into this one
+        _wait_within(child, memory_bytes)
 
 
 def _wait_within(child: int, memory_bytes: int) -> NoReturn:

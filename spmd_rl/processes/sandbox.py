@@ -5,8 +5,9 @@
 The child has an empty environment, limits on CPU time, memory, file size and open files, and a wall-clock limit after
 which it is killed; with it ends all that it started, and it ends with the process that started it.  Isolated, it sees
 the system and Python, read-only, and nothing else: see `confinement.py`.  That needs a Linux that lets users make
-namespaces; without them a sandbox is refused, unless `require_isolation` is False: then the code has a temporary folder
-as its working directory, reads what this user can read, writes where this user may, and reaches the network.
+namespaces, or bubblewrap, which may be allowed to where users are not.  Without, a sandbox is refused, unless
+`require_isolation` is False: then the code has a temporary folder as its working directory, reads what this user can
+read, writes where this user may, and reaches the network.
 
 docs/security.md says what is promised against whom.
 """
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,23 +30,28 @@ from pathlib import Path
 from typing import BinaryIO
 
 from spmd_rl.processes import confinement
-from spmd_rl.processes.confinement import CONFINED, FAILED, FILE_BYTES, ISOLATED
+from spmd_rl.processes.confinement import BUBBLEWRAP, CONFINED, FAILED, FILE_BYTES, ISOLATED
 
 OUTPUT_BYTES = FILE_BYTES  # of its output that is read: all of it
 ERROR_BYTES = 1 << 16  # of what it writes to stderr
 START_S = 60.0  # from its start until the code begins
 REASON_BYTES = 1000  # of why it cannot be isolated
+ISOLATIONS = {"namespaces": ISOLATED, "bubblewrap": BUBBLEWRAP}
 
 
 @cache
-def not_isolated_because() -> str:
+def not_isolated_because(isolation: str = "namespaces") -> str:
     """Why code cannot be isolated on this machine; "" where it can.  Found by running a program, once a process."""
+    if isolation == "bubblewrap" and os.getuid() == 0:
+        return "bubblewrap leaves root what root may do; namespaces of our own do not"
+    if isolation == "bubblewrap" and not shutil.which("bwrap"):
+        return "bwrap is not installed"
     status, told = os.pipe()
     with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
         (Path(folder) / "code.py").write_text("")
         try:
             done = subprocess.run(
-                _command(ISOLATED, folder, 1 << 30, 60, told),
+                _command(ISOLATIONS[isolation], folder, 1 << 30, 60, told),
                 pass_fds=(told,), env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
             )  # fmt: skip
         finally:
@@ -93,27 +100,40 @@ class Sandbox:
     """At most `num` programs, or groups of programs, at a time; further ones wait."""
 
     def __init__(
-        self, *, num: int = 4, timeout_s: float = 5.0, memory_bytes: int = 1 << 30, require_isolation: bool = True
+        self,
+        *,
+        num: int = 4,
+        timeout_s: float = 5.0,
+        memory_bytes: int = 1 << 30,  # of a process, and isolated of all processes of a program together
+        isolation: str = "namespaces",  # "namespaces" | "bubblewrap", which makes them
+        require_isolation: bool = True,
     ) -> None:
+        if isolation not in ISOLATIONS:
+            raise ValueError(f"sandbox: isolation = {isolation!r}: must be one of {', '.join(ISOLATIONS)}")
         if num < 1 or not timeout_s > 0:
             raise ValueError(f"sandbox: num = {num} must be at least 1, timeout_s = {timeout_s} above 0")
-        because = not_isolated_because()
+        because = not_isolated_because(isolation)
         if because and require_isolation:
+            other = "install bubblewrap" if isolation == "bubblewrap" else "allow unprivileged user namespaces"
+            if isolation == "namespaces" and not not_isolated_because("bubblewrap"):
+                other = 'set isolation = "bubblewrap"'
             raise ValueError(
-                f"code of a model cannot be isolated on this machine ({because}): allow unprivileged user namespaces, "
-                "or set require_isolation = false, which lets it read and write what you can"
+                f"code of a model cannot be isolated on this machine ({because}): {other}, or set require_isolation = "
+                "false, which lets it read and write what you can"
             )
-        self._mode = CONFINED if because else ISOLATED
+        self._isolation, self._because = isolation, because
+        self._mode = CONFINED if because else ISOLATIONS[isolation]
         self._free = asyncio.Semaphore(num)
         self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
 
     @property
     def says(self) -> str:
         """What holds, for the start of a run."""
-        if self._mode == ISOLATED:
-            return "code of the model runs isolated: no network, no files but the system's, a user without rights"
+        if not self._because:
+            by = " by bubblewrap" if self._isolation == "bubblewrap" else ""
+            return f"code of the model runs isolated{by}: no network, no files but the system's, a user without rights"
         return (
-            f"warning: code of the model is not isolated ({not_isolated_because()}): it reads and writes what this "
+            f"warning: code of the model is not isolated ({self._because}): it reads and writes what this "
             "user can, and reaches the network"
         )
 
