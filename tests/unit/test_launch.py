@@ -6,9 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -173,3 +176,16 @@ def test_what_is_not_known_to_be_safe_is_not_called_safe():
     assert audited(("a", []), ("b", [])) == (0, [])
     assert audited(("a", []), ("b", None)) == (3, [unknown])
     assert audited(("a", ["CVE-1"]), ("b", None)) == (1, ["a 1: CVE-1, fixed in 2", unknown])
+
+
+def test_what_is_locked_is_all_that_pyproject_asks_for():
+    """But torch, of which an index may serve a build of its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"])]
+    pins = [
+        line.split()[0].split("==") for line in (ROOT / "scripts/locked.txt").read_text().splitlines() if "==" in line
+    ]
+    locked = {canonicalize_name(name): version for name, version in pins}
+    for one in wanted:
+        if one.name != "torch":
+            assert one.specifier.contains(locked[canonicalize_name(one.name)]), one
