@@ -1,10 +1,12 @@
 """How this node reaches another: `python launch/interface.py HOST [INTERFACE]` prints address, interface, and 1 or 0.
 
-The interface is the one that the route to HOST takes, unless it is given; the address is its own; 1 where HOST is this
-node.  Standard library only, no lookup of this host's own name: on clusters that often fails, or gives a loopback.
+The interface is the one that the route to HOST takes, unless it is given; the address is its own, and warned of if it
+is public; 1 where HOST is this node.  Standard library only, no lookup of this host's own name: on clusters that often
+fails, or gives a loopback.
 """
 
 import fcntl
+import ipaddress
 import socket
 import struct
 import sys
@@ -42,9 +44,20 @@ def reach(host: str, interface: str = "") -> tuple[str, str, bool]:
     return here[interface], interface, there in here.values()
 
 
+def warning(address: str, interface: str) -> str:
+    """A line where others than the nodes of a private network may reach the ranks; "" where they may not."""
+    if not ipaddress.ip_address(address).is_global:
+        return ""
+    return (
+        f"warning: ranks listen at {address} ({interface}), a public address: whoever reaches it can run code in this "
+        "job. Set IFACE to an interface of a private network\n"
+    )
+
+
 if __name__ == "__main__":
     try:
         address, name, itself = reach(*sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")
+    sys.stderr.write(warning(address, name))
     print(address, name, int(itself))

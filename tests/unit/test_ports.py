@@ -1,10 +1,14 @@
 """Where the job's store may be reached by others."""
 
+import runpy
 import socket
+from pathlib import Path
 
 import pytest
 
 from spmd_rl.distributed.world import port_warnings
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,8 @@ def test_a_store_at_a_public_address_is_warned_of(address, warned, monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", lambda name, port: [(family, 1, 6, "", (address, 0))])
     lines = port_warnings()
     assert len(lines) == warned and all(f"at node-0 ({address}), a public address" in line for line in lines)
+    said = runpy.run_path(str(ROOT / "launch/interface.py"))["warning"](address, "eth0")
+    assert bool(said) == warned and (not warned or f"listen at {address} (eth0), a public address" in said)
 
 
 def test_without_a_known_name_nothing_is_said(monkeypatch):
