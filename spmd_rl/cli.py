@@ -123,8 +123,8 @@ def _check(argv: Sequence[str]) -> int:
         from spmd_rl.model.tokenizer import try_tokenizer  # imports torch, which a config without a model does not need
         from spmd_rl.ranks.build_trainer import check_model
 
-        try_tokenizer(config.model.path, config.model.template)
         print(f"model: {check_model(config).line}")
+        try_tokenizer(config.model.path, config.model.template)
     return 0
 
 

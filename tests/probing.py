@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -55,9 +56,12 @@ def probes(
                 await first_of(loaded.wait(), failed)
                 job = sampler.at_start(lambda: versions[0])
             else:
+                both = threading.Event()  # are asked for before the engine begins either
+                thread._commands.put(both.wait)
                 job = asyncio.ensure_future(sampler.at(version))
                 await asyncio.sleep(0)  # it has begun
                 thread.load(lambda weights=weights: weights, version, lambda _: None, after=BEFORE_SWAP)
+                both.set()
             sample = await first_of(job, failed)
             share = packing.pack(sample.rollouts)
             scored = Scored(**trainer.score_probe(behind(beside, share))).last(len(share.token_ids))

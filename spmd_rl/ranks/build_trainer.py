@@ -102,8 +102,8 @@ def make_lora(config: Config) -> Lora | None:
 
 def check_model(config: Config) -> Verdict:
     """ValueError for a model that is not computed exactly here, is incomplete, or has no lora.targets."""
+    check_weights(config.model.path)  # before anything has the sizes that config.json says
     model = build(config.model.path, device="cpu", dtype=torch.float32, weights=False)
-    check_weights(config.model.path)
     check_folder(config)
     if not packs(model):
         for setting, is_set in (

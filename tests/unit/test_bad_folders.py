@@ -80,7 +80,45 @@ def test_a_tokenizer_of_special_tokens_alone_is_refused(model, kept):
         Tokenizer(model)
 
 
-LOOPS = "{% for i in range(2500) %}{% for j in range(2500) %}{% endfor %}{% endfor %}"  # a second or two
+def with_field(**fields: object) -> Callable[[str], str]:
+    return lambda text: json.dumps(json.loads(text) | fields)
+
+
+LIES = {
+    "hidden_size": (
+        "config.json",
+        with_field(hidden_size=10**9),
+        r"embed_tokens.weight is \[67, 128\], config.json says",
+    ),
+    "vocab_size": (
+        "config.json",
+        with_field(vocab_size=10**12),
+        r"embed_tokens.weight is \[67, 128\], config.json says",
+    ),
+    "width": ("config.json", with_field(intermediate_size=10**10), r"is \[128, 320\], config.json says"),
+    "layers": ("config.json", with_field(num_hidden_layers=10**9), "num_hidden_layers"),
+    "no heads": ("config.json", with_field(num_attention_heads=0), "makes no causal LM: ZeroDivisionError"),
+    "a list": ("config.json", lambda text: "[]", "no model folder: "),
+    "deep": ("config.json", lambda text: '{"a":' * 20_000 + "1" + "}" * 20_000, "RecursionError"),
+    "digits": ("tokenizer.json", lambda text: f'{{"version": {"9" * 5000}}}', "4300 digits"),
+    "deep tokenizer": ("tokenizer.json", lambda text: "[" * 20_000 + "]" * 20_000, "RecursionError"),
+    "null": ("tokenizer.json", lambda text: "null", "AutoTokenizer.from_pretrained"),
+    "settings": ("tokenizer_config.json", lambda text: "[]", "'list' object has no attribute"),
+    "generation": ("generation_config.json", lambda text: "[]", "holds no JSON object"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_file_that_lies_is_refused_by_check_in_one_line(model, capsys, lie):
+    name, change, message = LIES[lie]
+    file = model / name
+    file.write_text(change(file.read_text() if file.exists() else "{}"))
+    assert main(["check", str(ROOT / "configs" / "tiny_cpu.toml"), f"model.path={model}"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {model}") and re.search(message, said), said
+
+
+LOOPS = "{% for i in range(9000) %}{% for j in range(9000) %}{% endfor %}{% endfor %}"  # some seconds
 
 
 def panics(folder: Path) -> None:
@@ -102,9 +140,7 @@ def loops(folder: Path) -> None:
         (loops, r"have not read a conversation and 3\d,\d+ characters within 0\.2 s: look for a pattern in"),
     ],
 )
-def test_a_tokenizer_or_template_that_takes_for_ever_is_refused_by_check_and_start(
-    model, capsys, monkeypatch, breaks, message
-):
+def test_a_tokenizer_or_template_that_does_not_end_is_refused(model, capsys, monkeypatch, breaks, message):
     breaks(model)
     monkeypatch.setitem(try_tokenizer.__kwdefaults__, "limit_s", 60.0 if breaks is panics else 0.2)
     with pytest.raises(ValueError, match=message):

@@ -14,6 +14,7 @@ from spmd_rl import behavior, config
 from spmd_rl.behavior import Verdict, Ways, cache, check, compare, examine, plain, ranks, samples
 from spmd_rl.behavior.shrink import shrunk
 from spmd_rl.cli import main
+from spmd_rl.demo.tiny_model import write_tokenizer
 from spmd_rl.engine import native
 from spmd_rl.engine.native import NativeEngine
 from spmd_rl.engine.step_attention import StepAttention
@@ -454,7 +455,8 @@ def test_what_a_model_cannot_do_is_said_before_anything_is_built(
 
 
 def test_check_says_what_it_found_and_refuses_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", TINY, f"model.path={save('qwen3', tmp_path / 'fine')}"]) == 0
+    write_tokenizer(save("qwen3", tmp_path / "fine"))
+    assert main(["check", TINY, f"model.path={tmp_path}/fine"]) == 0
     assert "model: qwen3, exact: packed " in capsys.readouterr().out
     folder = tmp_path / "bloom"
     AutoModelForCausalLM.from_config(shrunk(config_of("bloom"))).save_pretrained(folder)
