@@ -109,3 +109,12 @@ def test_shipped_configs_are_listed_with_a_sentence_each_and_printed_as_they_are
     end, out, _ = _cli("config", "tiny_cpu")
     assert end == {"code": 0, "torch": False}
     assert f"{out}\n" == Path(TINY).read_text()
+
+
+def test_output_that_nobody_reads_any_more_is_no_traceback():
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [sys.executable, "-m", "spmd_rl", "--help"]
+    ended = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (128 + 13, "")
