@@ -89,6 +89,13 @@ def examine(config: PretrainedConfig, ways: Ways) -> Verdict:
     )
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised from, what that was raised from, …"""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
 T = TypeVar("T")
 
 
@@ -155,7 +162,7 @@ class _Found:
         try:
             return do()
         except Exception as error:
-            self.lasting = not isinstance(error, OSError | MemoryError | ranks.NoAnswer) and error.__cause__ is None
+            self.lasting = not any(isinstance(each, OSError | MemoryError | ranks.NoAnswer) for each in _causes(error))
             self.refusal = f"{what}: {_one_line(error)}".replace(f"{self._place}: ", "").replace(
                 self._place, "the model"
             )

@@ -287,6 +287,17 @@ def test_an_accident_refuses_once_and_is_not_remembered(
     assert not remembered(config_of("llama")).refusal
 
 
+@pytest.mark.parametrize(("cause", "lasts"), [(OSError(28, "No space left"), False), (KeyError("layer"), True)])
+def test_what_an_error_was_raised_from_says_whether_it_lasts(
+    cause: Exception, lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("config.json makes no causal LM") from cause
+
+    monkeypatch.setattr(compare, "alone", fails)
+    assert remembered(config_of("mistral")).lasting == lasts
+
+
 @pytest.mark.parametrize("values", [[1.0, math.nan, 2.0], [math.nan, 1.0], [1.0, math.nan]])
 def test_what_is_not_finite_is_the_largest_wherever_it_stands(values: list[float]) -> None:
     assert math.isnan(plain.largest(values)) and plain.largest([]) == 0.0
