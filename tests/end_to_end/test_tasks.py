@@ -135,7 +135,8 @@ def test_numbers_of_several_environments_are_what_batches_and_evaluations_say(mi
 
 def test_a_pinned_evaluation_is_of_one_version(misbehaving):
     records = misbehaving.metrics("eval")
-    assert [record["version"] for record in records] == [0, 2, 4, 6]
+    first, second, third, last = (record["version"] for record in records)
+    assert (first, second, last) == (0, 2, 6) and third in (4, 5)  # it waits for the second, if that still runs
     for record in records:
         assert record["eval/forgets/oldest_version"] == record["eval/forgets/newest_version"] == record["version"]
     assert ["eval/pin_stall_s" in record for record in records] == [True] * 4

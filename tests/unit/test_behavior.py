@@ -289,8 +289,10 @@ def test_an_accident_refuses_once_and_is_not_remembered(
 
 @pytest.mark.parametrize(("cause", "lasts"), [(OSError(28, "No space left"), False), (KeyError("layer"), True)])
 def test_what_an_error_was_raised_from_says_whether_it_lasts(
-    cause: Exception, lasts: bool, monkeypatch: pytest.MonkeyPatch
+    cause: Exception, lasts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
     def fails(*_: object) -> None:
         raise ValueError("config.json makes no causal LM") from cause
 
