@@ -5,6 +5,7 @@ Control characters are written out (`\\x1b`): none moves the cursor, clears the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 KEPT = "\n\t"
@@ -26,6 +27,10 @@ class Plain:
     def write(self, text: str) -> int:
         self._stream.write(escaped(text, KEPT))
         return len(text)
+
+    def writelines(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.write(text)
 
     def isatty(self) -> bool:
         """False: nobody sends colours, which would be written out as well."""

@@ -300,7 +300,7 @@ def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
         try:
             call = json.loads(written)
             name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             return text, []
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
         function = {"name": str(name), "arguments": arguments}
@@ -328,7 +328,7 @@ def _plain(message: Mapping[str, Any], at: int, episode: _Episode) -> dict[str, 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call with its arguments as an object, which templates write as JSON themselves."""
     function = dict(call["function"])
-    with contextlib.suppress(ValueError, TypeError):  # no JSON, or an object already
+    with contextlib.suppress(ValueError, TypeError, RecursionError):  # no JSON, or an object already
         function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
 

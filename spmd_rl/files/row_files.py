@@ -16,7 +16,8 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ def value_at(row: Row, column: str) -> object:
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise KeyError(column) from None
         if not isinstance(value, Mapping) or (value := value.get(part, _MISSING)) is _MISSING:
             raise KeyError(column)
@@ -154,8 +155,8 @@ def _csv_rows(file: Path, stream: BufferedReader, separator: str) -> Iterator[tu
                 continue
             if header is None:
                 header = values
-                if twice := [name for name in header if header.count(name) > 1]:
-                    raise ValueError(f"data {file}: two columns are named {twice[0]!r}")
+                if len(set(header)) < len(header):
+                    raise ValueError(f"data {file}: two columns are named {_first_twice(header)!r}")
                 continue
             number += 1
             if len(values) != len(header):
@@ -176,9 +177,8 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row
     try:
         with parquet.ParquetFile(file) as opened:
             there = opened.schema_arrow.names
-            for name in there:
-                if there.count(name) > 1:
-                    raise ValueError(f"data {file}: two columns are named {name!r}")
+            if len(set(there)) < len(there):
+                raise ValueError(f"data {file}: two columns are named {_first_twice(there)!r}")
             needed = [name for name in there if any(c == name or c.startswith(f"{name}.") for c in columns)]
             missing = {name: None for name in there if name not in needed}
             groups = map(opened.metadata.row_group, range(opened.num_row_groups))
@@ -243,11 +243,15 @@ def _json(where: str, text: str) -> Any:
         raise ValueError(f"data {where}: {error}") from error
 
 
+def _first_twice(names: Iterable[str]) -> str:
+    """The first of the names that stand there more than once."""
+    return next(name for name, num in Counter(names).items() if num > 1)
+
+
 def _keys_once(pairs: list[tuple[str, object]]) -> Row:
     made = dict(pairs)
     if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+        raise ValueError(f"an object has {_first_twice(name for name, _ in pairs)!r} twice")
     return made
 
 

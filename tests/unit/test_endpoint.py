@@ -310,6 +310,7 @@ def test_a_context_that_is_used_up_ends_a_conversation_in_words_that_clients_kno
         ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
         ('<tool_call>["f"]</tool_call>', '<tool_call>["f"]</tool_call>', []),
         ("<tool_call>{}", "<tool_call>{}", []),
+        (f"<tool_call>{'[' * 5000}</tool_call>", f"<tool_call>{'[' * 5000}</tool_call>", []),
         (f"<think>maybe {CALL} no</think>The answer is 4.", f"<think>maybe {CALL} no</think>The answer is 4.", []),
         (f"maybe {CALL} no</think>The answer is 4.", f"maybe {CALL} no</think>The answer is 4.", []),
         (f"<think>maybe {CALL} and then", f"<think>maybe {CALL} and then", []),
@@ -490,12 +491,15 @@ def attacked(tmp_path, attack):
 
 MANY = b"".join(b"h%d: %s\r\n" % (i, b"x" * 1000) for i in range(100))
 BODY = b'{"messages": [{"role": "user", "content": "x"}]}'
+CALLED = b'{"function": {"name": "f", "arguments": "%s"}}' % (b"[" * 5000)
+DEEP = b'{"messages": [{"role": "assistant", "tool_calls": [%s]}]}' % CALLED
 
 
 @pytest.mark.parametrize(
     ("head", "status"),
     [
         (b"POST /%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: %(length)d\r\n\r\n" + BODY, 200),
+        (b"POST /%%(secret)s/v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(DEEP) + DEEP, 200),
         (b"GET /wrong/v1/models HTTP/1.1\r\n", 404),  # answered before a header is read
         (b"GET / HTTP/1.1\r\n", 404),
         (b"hello\r\n", 400),

@@ -13,7 +13,7 @@ from spmd_rl.envs.choice import Choice
 from spmd_rl.envs.code import Code
 from spmd_rl.envs.dataset import Dataset, read_rows
 from spmd_rl.envs.questions import Questions
-from spmd_rl.files.row_files import rows_of
+from spmd_rl.files.row_files import rows_of, value_at
 
 FIELDS = {"question": "question", "answer": "answer"}
 A, B = {"question": "Q é?", "answer": "18"}, {"question": "R?", "answer": "19"}
@@ -352,6 +352,11 @@ def contents(tmp_path, **settings) -> list[str]:
 def test_a_test_with_an_escape_that_python_warns_of_is_one(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps({"question": "Q?", "tests": ["assert f('\\d')"]}))
     next(Code(tokenizer=None, path=str(tmp_path / "r.jsonl")).tasks(0, "train"))
+
+
+def test_json_in_a_string_that_is_nested_too_deeply_has_no_such_column():
+    with pytest.raises(KeyError):
+        value_at({"a": '{"b":' * 5000}, "a.b")
 
 
 @pytest.mark.parametrize("name", ["r.jsonl.gz", "r.json.gz", "r.csv.gz"])

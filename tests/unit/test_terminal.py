@@ -28,6 +28,12 @@ def test_control_characters_are_written_out(text, seen):
     assert stream.buffer.getvalue().decode() == seen and not Plain(sys.stdout).isatty()
 
 
+def test_lines_written_at_once_are_written_out_too():
+    stream = io.StringIO()
+    Plain(stream).writelines(["a\x1b[2J\n", "b\r"])
+    assert stream.getvalue() == "a\\x1b[2J\nb\\r"
+
+
 def test_lines_of_others_begin_further_right():
     assert below("boom\nstep  9/9  reward 1.0\n") == "boom\n  step  9/9  reward 1.0\n  "
 
